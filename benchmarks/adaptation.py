@@ -307,7 +307,7 @@ def measure(folder: Path, windows: int) -> None:
     from hf_posenc.recipes.runs.measurements import NATIVE, Measurements
     from hf_posenc.recipes.schema.recipe import Recipe
 
-    recipe = Recipe.parse(folder / "recipe.yaml")
+    recipe = Recipe.read(folder / "recipe.yaml")
     assert recipe.training.length is not None
     assert recipe.evaluation.contexts is not None
     trained = max(recipe.evaluation.contexts)

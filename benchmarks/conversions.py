@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_posenc
 from hf_posenc.recipes.evaluation import context_curve
-from hf_posenc.recipes.training.fit_bias import additive, fit
+from hf_posenc.recipes.schema.checks import additive
+from hf_posenc.recipes.training.fit_bias import fit
 from hf_posenc.recipes.training.transfer import match
 
 # Text before the part that is scored, in windows: what `fit` and `match` look at.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections.abc import Sequence
@@ -37,6 +38,9 @@ _FEW, _MEASURED = 4, 8
 ROPES = ("yarn", "dynamic", "linear", "llama3", "longrope", "base", "proportional")
 WINDOWS = "windows"
 
+# Sections on which it depends what a goal leaves out.
+_READ = ("conversion", "training", "data", "adapter")
+
 # Family of schemes that are added to another encoding.
 _ADDED = "add-on"
 
@@ -60,7 +64,7 @@ def recommended(config: Any) -> list[Recommendation]:
     """Return the recipes that suit a model: those that were measured first, best first."""
     if record.from_config(config):
         return [Recommendation("control")]  # It is converted already.
-    case = _Case(config, {}, {}, {}, documents=False)
+    case = _Case(config, {})
     measured, found = _data()["measured"][case.native], []
     for row in measured["recipes"]:
         quality, distant = (f"{row[name]:.2f}" if name in row else "-" for name in ("quality", "far"))
@@ -91,20 +95,21 @@ def resolve(
         raise RecipeError(f"There is no recipe {source!r}. {_instead(source)} A file ends in .yaml.")
     content: Content = fields.parse(library.content(source), source)
     ways: Content = {}
-    fields.override(kind, ways, [pair for pair in overrides if _is_way(source, pair)])
-    overrides = tuple(pair for pair in overrides if not _is_way(source, pair))
-    given: Content = {name: dict(value) if isinstance(value, dict) else value for name, value in content.items()}
+    of_extend = [pair for pair in overrides if source == "extend" and pair.partition("=")[0] in ("factor", "by")]
+    fields.override(kind, ways, of_extend)
+    overrides = tuple(pair for pair in overrides if pair not in of_extend)
+    given = copy.deepcopy(content)
     paths = fields.override(kind, given, overrides)
     config = load_config(str(given["model"])) if config is None else config
-    conversion, training = (given.get(name) for name in ("conversion", "training"))
-    if not isinstance(conversion, dict) or not isinstance(training or {}, dict):
+    sections = {name: given.get(name, {}) for name in _READ}
+    if not all(isinstance(section, dict) for section in sections.values()):
         return content, overrides  # An error of the user, which validation names.
-    case = _Case(config, content, conversion, training or {}, documents=_says(given, "data", "packing", "documents"))
-    case.alone = _says(given, "adapter", "kind", "scheme")
+    case = _Case(config, content, **sections)
+    scheme = case.conversion.get("scheme")
     if source == "extend":
         case.extend(**ways)
-    elif conversion.get("scheme") is not None:
-        case.swap(str(conversion["scheme"]))
+    elif scheme is not None:
+        case.swap(str(scheme))
     elif source == "swap" and not {("conversion",), ("conversion", "scheme")} & set(paths):
         raise RecipeError(
             "swap needs a scheme: give scheme=NAME. `hf-posenc recipes --for MODEL` recommends some, and `hf-posenc "
@@ -112,15 +117,6 @@ def resolve(
         )
     case.size()
     return content, overrides
-
-
-def _says(given: Content, section: str, key: str, value: str) -> bool:
-    keys = given.get(section)
-    return isinstance(keys, dict) and keys.get(key) == value
-
-
-def _is_way(goal: str, pair: str) -> bool:
-    return goal == "extend" and pair.partition("=")[0] in ("factor", "by")
 
 
 def _instead(source: str) -> str:
@@ -131,23 +127,22 @@ def _instead(source: str) -> str:
 
 
 class _Case:
-    """A model and a goal, whose content is filled in; two sections are there as the user gave them."""
+    """A model and a goal, whose `content` is filled in; the sections are there as the user gave them."""
 
-    def __init__(
-        self, config: Any, content: Content, conversion: Content, training: Content, *, documents: bool
-    ) -> None:
-        self.config, self.content, self.conversion, self.training = config, content, conversion, training
+    def __init__(self, config: Any, content: Content, **given: Content) -> None:
+        self.config, self.content = config, content
+        self.conversion, self.training, data, adapter = (given.get(name, {}) for name in _READ)
         self.exact = False
         # Whether only the scheme's weights are trained.
-        self.alone = False
+        self.alone = adapter.get("kind") == "scheme"
         self.rotary = bool(getattr(config, "rope_parameters", None))
         self.relative = hasattr(config, "relative_attention_num_buckets")
         self.causal = auto_class(config) is AutoModelForCausalLM
         self.own = self.reach = trained_length(config) or _LENGTH
-        given = training.get("length")
-        self.length = given if isinstance(given, int) else min(self.own, WINDOW)
+        length = self.training.get("length")
+        self.length = length if isinstance(length, int) else min(self.own, WINDOW)
         # Windows of which positions are skipped hold one long text.
-        self.skips = self.causal and not documents and "skip_to" not in training
+        self.skips = self.causal and data.get("packing") != "documents" and "skip_to" not in self.training
 
     def set(self, section: str, **keys: Any) -> None:
         """Set keys of a section."""

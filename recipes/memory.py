@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -41,20 +41,18 @@ def need(model: nn.Module, recipe: Recipe, length: int) -> Need:
     those of one layer and the inputs of all. Logits are there three times in float32, with a teacher five times.
     """
     inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
-    weights = {id(weight): weight for weight in model.parameters()}.values()
+    weights = list(model.parameters())
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
-    size = 4 if recipe.adapter.kind == "none" else next(iter(weights)).element_size()
-    own = sum(weight.numel() for weight in weights) * size
-    teaches = recipe.distillation.share > 0 or recipe.distillation.hidden > 0
-    copies = 2 if teaches and recipe.adapter.kind == "none" else 1
+    trains_all, teaches = recipe.adapter.kind == "none", recipe.distillation.distils
+    own = sum(weight.numel() for weight in weights) * (4 if trains_all else weights[0].element_size())
     config = inner.config.get_text_config()
     vocabulary, hidden, layers = config.vocab_size, config.hidden_size, config.num_hidden_layers
-    element = 4 if recipe.training.precision == "float32" else 2
     channels = sum(sum(weight.shape) for weight in weights if weight.ndim == 2 and vocabulary not in weight.shape)
     if recipe.training.gradient_checkpointing:
         channels = channels // layers + layers * hidden
+    element = 4 if recipe.training.precision == "float32" else 2
     of_token = channels * element + vocabulary * 4 * (5 if teaches else 3)
-    return Need(own * copies + trained * 12, length * of_token)
+    return Need(own * (2 if teaches and trains_all else 1) + trained * 12, length * of_token)
 
 
 def available(device: torch.device, processes: int = 1) -> int:
@@ -68,8 +66,11 @@ def available(device: torch.device, processes: int = 1) -> int:
     return free // processes
 
 
-def fitting(training: Training, wanted: Need, free: int, processes: int = 1) -> tuple[Training, str]:
-    """Return the settings with micro batches that fit, unless the recipe says their size, and the estimate in words."""
+def micro_batch(training: Training, wanted: Need, free: int, processes: int = 1) -> tuple[int | None, str]:
+    """Return the windows per forward that fit, unless the settings say them, and the estimate in words.
+
+    `None` is the whole share of a process.
+    """
     share, room = training.batch_size // processes, int(_USED * free)
     micro = training.micro_batch_size
     if micro is None:
@@ -80,17 +81,17 @@ def fitting(training: Training, wanted: Need, free: int, processes: int = 1) -> 
     words += f"with {micro} of {share} windows at a time"
     if wanted.of(micro) > room:
         words += "; it may not fit: give a shorter length, gradient_checkpointing=true or adapter=lora"
-    return (training if micro == share else replace(training, micro_batch_size=micro)), words
+    return None if micro == share else micro, words
 
 
-def fitted(
+def micro_batches(
     recipe: Recipe, model: nn.Module, length: int, device: torch.device, processes: int = 1
-) -> tuple[Recipe, str]:
-    """Return a recipe with micro batches that fit in all its stages, and the estimate for its training in words."""
-    free, lengthen = available(device, processes), recipe.lengthen
-    training, words = fitting(recipe.training, need(model, recipe, length), free, processes)
-    if lengthen.steps:
-        wanted = need(model, recipe, lengthen.length or length)
-        settings, _ = fitting(recipe.lengthening, wanted, free, processes)
-        lengthen = replace(lengthen, micro_batch_size=settings.micro_batch_size)
-    return replace(recipe, training=training, lengthen=lengthen), words
+) -> tuple[dict[str, int | None], str]:
+    """Return micro batches that fit, by the section of the stage, and the estimate for the training in words."""
+    free = available(device, processes)
+    found = {
+        name: micro_batch(stage, need(model, recipe, stage.length or length), free, processes)
+        for name, stage in recipe.stages().items()
+        if name != "transfer"  # It follows the training.
+    }
+    return {name: micro for name, (micro, _) in found.items()}, found["training"][1]

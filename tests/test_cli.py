@@ -440,7 +440,7 @@ def places(checkpoints: dict[str, Path], converted: Path, tmp_path_factory: pyte
     (folder / "empty").mkdir()
     (folder / "started").mkdir()
     for path in (folder / "started" / "recipe.yaml", folder / "mine.yaml"):
-        path.write_text(Recipe.parse("swap", ["scheme=fire"]).text(), encoding="utf-8")
+        path.write_text(Recipe.read("swap", ["scheme=fire"]).text(), encoding="utf-8")
     adapted = folder / "adapted"
     (adapted / "model").mkdir(parents=True)
     shutil.copy(folder / "mine.yaml", adapted / "recipe.yaml")

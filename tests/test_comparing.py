@@ -61,7 +61,7 @@ def test_all_have_one_budget_and_one_training_and_what_differs_is_told(tmp_path:
         assert (each.distillation.share > 0) == (name not in (NATIVE, "mine"))
     # The goal of this scheme skips positions.
     assert found["rope"].distillation == found["fire"].distillation
-    assert found["fire"].conversion == Recipe.parse("swap", ["scheme=fire"]).conversion
+    assert found["fire"].conversion == Recipe.read("swap", ["scheme=fire"]).conversion
     assert found[NATIVE].conversion.scheme is None
     teacher = "distillation.share=1.0, distillation.hidden=2.0, distillation.until=0.8"
     assert differences(found) == {

@@ -48,6 +48,11 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture
+def t5_tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(DIRECTORIES["t5"])
+
+
+@pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every text that is tokenised."""
     seen: list[str] = []
@@ -68,7 +73,11 @@ def write(path: Path, documents: list[Any], column: str = "text") -> Path:
         datasets.Dataset.from_dict({column: documents, "other": list(range(len(documents)))}).to_parquet(path)
         return path
     rows = [{column: document, "other": 1} for document in documents]
-    text = {".txt": "".join(documents), ".json": json.dumps(rows), ".jsonl": "\n".join(map(json.dumps, rows))}[kind]
+    text = {
+        ".txt": "".join(map(str, documents)),
+        ".json": json.dumps(rows),
+        ".jsonl": "\n".join(map(json.dumps, rows)),
+    }[kind]
     path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
     return path
 
@@ -89,8 +98,9 @@ def rows(prepared: Prepared, column: str = "input_ids") -> list[list[int]]:
 # -- sources -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.jsonl.gz"])
-@pytest.mark.parametrize("column", ["text", "body"])
+@pytest.mark.parametrize(
+    ("name", "column"), [("a.jsonl", "text"), ("a.json", "body"), ("a.parquet", "body"), ("a.jsonl.gz", "text")]
+)
 def test_rows_are_documents(name: str, column: str, tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / name, DOCUMENTS, column)
     prepared = load_data(Data(source=str(path), column=column, held_out_share=0.2), tokenizer, length=32)
@@ -140,8 +150,7 @@ def test_a_folder_of_text_files_holds_a_document_each(tmp_path: Path, tokenizer:
 
 
 def test_the_mark_of_some_editors_is_no_text(tmp_path: Path) -> None:
-    for name in ("marked.txt", "marked.jsonl"):
-        text = "A text." if name.endswith("txt") else '{"text": "A text."}'
+    for name, text in (("marked.txt", "A text."), ("marked.jsonl", '{"text": "A text."}')):
         (tmp_path / name).write_text(text, encoding="utf-8-sig")
         assert sources.read(Data(source=str(tmp_path / name), held_out=str(tmp_path / name)))[1]["text"] == ["A text."]
 
@@ -196,10 +205,8 @@ def test_the_hub_is_asked_for_configuration_and_splits(
 
 
 def test_what_the_hub_does_not_have(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pretend(**arguments: Any) -> Any:
-        raise DatasetNotFoundError("Dataset 'someone/texts' doesn't exist on the Hub or cannot be accessed.")
-
-    monkeypatch.setattr(datasets, "load_dataset", pretend)
+    missing = DatasetNotFoundError("Dataset 'someone/texts' doesn't exist on the Hub or cannot be accessed.")
+    monkeypatch.setattr(datasets, "load_dataset", lambda **arguments: (_ for _ in ()).throw(missing))
     with pytest.raises(RecipeError, match=r"someone/texts cannot be read: Dataset .* doesn't exist"):
         load_data(Data(source="someone/texts"), tokenizer, length=16)
 
@@ -208,22 +215,14 @@ def test_what_the_hub_does_not_have(tokenizer: Any, monkeypatch: pytest.MonkeyPa
     ("changes", "message"),
     [
         ({"source": "missing.txt"}, r"There is no file or folder .*missing\.txt"),
-        ({"source": "a.jsonl", "column": "body"}, "no column 'body'.* It has: text, other"),
+        ({"source": "a.jsonl", "column": "body"}, "no column 'body'.* as data.column in .* It has: text, other"),
         ({"source": "a.jsonl", "column": "other"}, "column 'other' holds int; expected text"),
         ({"source": "empty.txt"}, "is empty"),
         ({"source": "blank.jsonl"}, "blank.jsonl cannot be read"),
-        ({"source": "spaces.jsonl"}, "all documents are empty"),
         ({"source": "nulls.jsonl"}, "holds NoneType"),
         ({"source": "zeros.txt"}, r"zeros\.txt holds no text.*UTF-8, without NUL bytes"),
         ({"source": "zeros.jsonl"}, "all documents are empty, or hold NUL bytes only"),
-        (
-            {"source": "other.jsonl"},
-            "has no column 'text'; name that of the text, as data.column in .* It has: body.",
-        ),
-        ({"source": "numbers.parquet"}, "column 'text' holds int; expected text"),
         ({"source": "number.jsonl"}, "A row of the text holds the int 5; expected text"),
-        ({"source": "list.jsonl"}, r"A row of the text holds the list \['a'\]; expected text"),
-        ({"source": "a.jsonl", "held_out": "number.jsonl"}, "A row of the text holds the int 5"),
         ({"source": "number.jsonl", "held_out": "a.jsonl", "streaming": True}, "A row of the text holds the int 5"),
         ({"source": "broken.jsonl"}, "broken.jsonl cannot be read: "),
         ({"source": "latin.txt"}, r"latin\.txt cannot be read: .* Save it in UTF-8\."),
@@ -237,38 +236,39 @@ def test_what_the_hub_does_not_have(tokenizer: Any, monkeypatch: pytest.MonkeyPa
         ({"source": "a.jsonl", "held_out": "b.txt"}, "no file or folder .*b.txt"),
         ({"source": "a.jsonl", "held_out_share": 0.01}, "held-out text has .* expected more than a window, 64"),
         ({"source": "a.jsonl", "held_out_share": 0.99}, "too few tokens for one window"),
-        ({"source": "words.txt"}, "held-out text has"),
         ({"column": "body"}, "built-in text and .txt files have none"),
-        ({"source": "words.txt", "held_out": "words.txt", "column": "body"}, "built-in text and .txt files have none"),
+        ({"source": "plain.txt", "held_out": "plain.txt", "column": "body"}, "built-in text and .txt files have none"),
     ],
 )
 def test_mistakes_are_named(changes: dict[str, Any], message: str, tmp_path: Path, tokenizer: Any) -> None:
     write(tmp_path / "a.jsonl", DOCUMENTS)
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "blank.jsonl").write_text("\n", encoding="utf-8")
-    (tmp_path / "spaces.jsonl").write_text('{"text": ""}\n' * 3, encoding="utf-8")
-    (tmp_path / "nulls.jsonl").write_text('{"text": null}\n', encoding="utf-8")
-    (tmp_path / "zeros.txt").write_bytes(bytes(3000))
-    (tmp_path / "latin.txt").write_text("A café. ", encoding="latin-1")
-    (tmp_path / "zeros.jsonl").write_text('{"text": "\\u0000\\u0000"}\n' * 3, encoding="utf-8")
-    write(tmp_path / "other.jsonl", DOCUMENTS, "body")
-    write(tmp_path / "numbers.parquet", [1, 2, 3])
-    for name, other in (("number", 5), ("list", ["a"])):
-        rows = "\n".join(json.dumps({"text": document}) for document in [*DOCUMENTS, other])
-        (tmp_path / f"{name}.jsonl").write_text(rows, encoding="utf-8")
-    (tmp_path / "words.txt").write_text("Two words.", encoding="utf-8")
-    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": ', encoding="utf-8")
+    write(tmp_path / "number.jsonl", [*DOCUMENTS, 5])
+    for name, content in {
+        "empty.txt": b"",
+        "plain.txt": b"Two words.",
+        "blank.jsonl": b"\n",
+        "nulls.jsonl": b'{"text": null}\n',
+        "zeros.txt": bytes(3000),
+        "latin.txt": "A café. ".encode("latin-1"),
+        "zeros.jsonl": b'{"text": "\\u0000\\u0000"}\n{"text": ""}\n{"text": ""}\n',
+        "broken.jsonl": b'{"text": "a"}\n{"text": ',
+    }.items():
+        (tmp_path / name).write_bytes(content)
     for folder in ("mixed", "none"):
         (tmp_path / folder).mkdir()
     write(tmp_path / "mixed" / "a.jsonl", DOCUMENTS)
     write(tmp_path / "mixed" / "b.txt", DOCUMENTS)
-    there = {"a.jsonl", "b.txt", *(path.name for path in tmp_path.iterdir())} | {"missing.txt"}
+    there = {"b.txt", "missing.txt", *(path.name for path in tmp_path.iterdir())}
     placed = {key: str(tmp_path / value) if value in there else value for key, value in changes.items()}
     with pytest.raises(RecipeError, match=message):
         load_data(Data(**placed), tokenizer, length=64)
 
 
-def test_a_tokenizer_without_an_end(tokenizer: Any) -> None:
+def test_what_a_tokenizer_lacks(tokenizer: Any, t5_tokenizer: Any) -> None:
+    with pytest.raises(RecipeError, match="has no token <extra_id_0>"):
+        load_data(Data(), tokenizer, length=16, config=T5Config())
+    with pytest.raises(RecipeError, match="cannot tell apart"):
+        load_data(Data(packing="documents"), t5_tokenizer, length=16, config=T5Config())
     tokenizer.eos_token = None
     with pytest.raises(RecipeError, match="no end-of-sequence token"):
         load_data(Data(), tokenizer, length=64)
@@ -388,9 +388,8 @@ def test_a_stream_is_the_same_text_in_seeded_order(packed: Any, tmp_path: Path, 
 
 def test_a_stream_that_is_too_short(tmp_path: Path, tokenizer: Any) -> None:
     train, held_out = write(tmp_path / "train.jsonl", DOCUMENTS[:1]), write(tmp_path / "b.jsonl", DOCUMENTS[1:])
-    data = Data(source=str(train), held_out=str(held_out), streaming=True)
     with pytest.raises(RecipeError, match="too few tokens"):
-        load_data(data, tokenizer, length=128)
+        load_data(Data(source=str(train), held_out=str(held_out), streaming=True), tokenizer, length=128)
 
 
 # -- cache -------------------------------------------------------------------------------------------------------------
@@ -429,11 +428,6 @@ def test_another_text_or_tokenizer_is_tokenised_anew(tmp_path: Path, tokenizer: 
 # -- encoder-decoders --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def t5_tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(DIRECTORIES["t5"])
-
-
 def test_denoising_replaces_a_share_and_keeps_the_labels(t5_tokenizer: Any) -> None:
     ids = torch.randint(20, 900, (50, 100))
     collate = Denoising(t5_tokenizer, seed=1)
@@ -449,10 +443,3 @@ def test_denoising_replaces_a_share_and_keeps_the_labels(t5_tokenizer: Any) -> N
     prepared = load_data(Data(limit=4), t5_tokenizer, length=32, seed=3, config=T5Config())
     assert prepared.corrupt is not None
     assert torch.equal(prepared.corrupt(ids), Denoising(t5_tokenizer, seed=3).corrupt(ids))
-
-
-def test_denoising_takes_a_sentinel_and_windows(tokenizer: Any, t5_tokenizer: Any) -> None:
-    with pytest.raises(RecipeError, match="has no token <extra_id_0>"):
-        load_data(Data(), tokenizer, length=16, config=T5Config())
-    with pytest.raises(RecipeError, match="cannot tell apart"):
-        load_data(Data(packing="documents"), t5_tokenizer, length=16, config=T5Config())

@@ -23,7 +23,7 @@ from hf_posenc import cli
 from hf_posenc.errors import RecipeError, StorageError
 from hf_posenc.patches.directories import storing
 from hf_posenc.recipes.data import sources
-from hf_posenc.recipes.runs import directory, files, run
+from hf_posenc.recipes.runs import files, run
 from hf_posenc.recipes.schema.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("plain_pictures")
@@ -140,7 +140,7 @@ def test_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with files_of_at_most(100), pytest.raises(StorageError, match=r"recipe\.yaml cannot be written") as raised:
         run.train(recipe, tmp_path / "new")
     assert "resume" not in str(raised.value)
-    assert set(content(tmp_path / "new")) == {directory.LOCK}
+    assert set(content(tmp_path / "new")) == {files.LOCK}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from hf_posenc.patches.plan import skeleton
 from hf_posenc.patches.rotary import native_rope, set_rope
 from hf_posenc.recipes import goals, library, memory
 from hf_posenc.recipes.runs import run
-from hf_posenc.recipes.schema import fields, suitability
+from hf_posenc.recipes.schema import checks, fields
 from hf_posenc.recipes.schema.recipe import Recipe, Training
 
 pytestmark = pytest.mark.usefixtures("plain_pictures")
@@ -64,12 +63,12 @@ def test_no_recipe_refuses_a_model_that_it_is_recommended_for(name: str) -> None
         if source == "extend" and pairs and pairs[0].removeprefix("by=") in hf_posenc.schemes():
             continue  # As in a swap.
         recipe = Recipe.read(source, ["model=here", *pairs], config=config)
-        length, own = suitability.lengths(recipe, config)
+        length, own = checks.lengths(recipe, config)
         conversion = recipe.conversion
         if conversion.scheme is not None and source != "extend":
             hf_posenc.plan(config, conversion.scheme, **conversion.keywords)
         # A table of positions that stays has no rows beyond.
-        if goals._Case(config, {}, {}, {}, documents=False).native == "table" and conversion.native != "remove":
+        if goals._Case(config, {}).native == "table" and conversion.native != "remove":
             assert max(length, recipe.training.skip_to or 0) <= own
 
 
@@ -260,14 +259,14 @@ def test_micro_batches_fit_the_memory() -> None:
     assert memory.need(model, read("llama", "swap", "scheme=fire"), 128).fixed == 20 * weights  # and a teacher
     assert memory.need(skeleton(CONFIGS["llama"]), recipe, 128) == need
     plenty, tight = 2 * need.of(8), int(1.01 * need.of(2) / 0.8)
-    assert memory.fitting(Training(), need, plenty)[0] == Training()
-    found, words = memory.fitting(Training(), need, tight)
-    assert found == replace(Training(), micro_batch_size=2)
+    assert memory.micro_batch(Training(), need, plenty)[0] is None
+    found, words = memory.micro_batch(Training(), need, tight)
+    assert found == 2
     assert "2 of 8 windows" in words
     # What no text is long enough for is refused later, and not counted down to.
-    assert memory.fitting(Training(batch_size=10**20), need, tight)[0].micro_batch_size == 2
-    assert memory.fitting(Training(micro_batch_size=4), need, tight)[0].micro_batch_size == 4
-    assert "may not fit" in memory.fitting(Training(), need, need.fixed)[1]
+    assert memory.micro_batch(Training(batch_size=10**20), need, tight)[0] == 2
+    assert memory.micro_batch(Training(micro_batch_size=4), need, tight)[0] == 4
+    assert "may not fit" in memory.micro_batch(Training(), need, need.fixed)[1]
 
 
 @pytest.mark.parametrize("name", CONFIGS)

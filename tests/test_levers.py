@@ -17,8 +17,6 @@ from transformers import (
     AutoModelForCausalLM,
     Trainer,
     TrainerCallback,
-    ViTConfig,
-    ViTForImageClassification,
 )
 
 import hf_posenc
@@ -79,16 +77,21 @@ def test_an_unfinished_handover_keeps_the_native_encoding(tmp_path: Path) -> Non
     assert strengths(model) == (0.6, 0.4)
 
 
-def test_a_resumed_handover_ends_with_the_same_weights(tmp_path: Path) -> None:
-    whole = kept()
-    trainer(whole, tmp_path / "a", callbacks=[Handover(0.7)], save_strategy="steps").train()
-    checkpoint = tmp_path / "a" / "checkpoint-4"
-    half = AutoModelForCausalLM.from_pretrained(checkpoint)
-    assert strengths(half) == pytest.approx((1 - 3 / 7, 3 / 7))  # those of its last step
-    again = trainer(kept(), tmp_path / "b", callbacks=[Handover(0.7)])
+def equal_when_resumed(fresh: Any, callback: Any, folder: Path, *watch: Any) -> tuple[Any, Any]:
+    """Train a model, and another one from the checkpoint of step 4; return that checkpoint and the resumed model."""
+    whole = fresh()
+    trainer(whole, folder / "a", callbacks=[callback, *watch], save_strategy="steps").train()
+    checkpoint = folder / "a" / "checkpoint-4"
+    again = trainer(fresh(), folder / "b", callbacks=[callback])
     again.train(resume_from_checkpoint=str(checkpoint))
     for (name, one), other in zip(whole.named_parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, other), name
+    return AutoModelForCausalLM.from_pretrained(checkpoint), again.model
+
+
+def test_a_resumed_handover_ends_with_the_same_weights(tmp_path: Path) -> None:
+    half, _ = equal_when_resumed(kept, Handover(0.7), tmp_path)
+    assert strengths(half) == pytest.approx((1 - 3 / 7, 3 / 7))  # those of its last step
 
 
 @pytest.mark.parametrize("scheme", once(["fope", "xpos"]))
@@ -104,35 +107,31 @@ def test_annealing(scheme: str, tmp_path: Path) -> None:
 
     seen: list[float] = []
     watch = Watch(lambda step, model: seen.append(progress(model)))
-    whole = fresh()
-    trainer(whole, tmp_path / "a", callbacks=[Annealing(0.5), watch], save_strategy="steps").train()
+    half, resumed = equal_when_resumed(fresh, Annealing(0.5), tmp_path, watch)
     assert seen == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1, 1])
-    checkpoint = tmp_path / "a" / "checkpoint-4"
-    assert progress(AutoModelForCausalLM.from_pretrained(checkpoint)) == pytest.approx(0.6)  # that of its last step
-    again = trainer(fresh(), tmp_path / "b", callbacks=[Annealing(0.5)])
-    again.train(resume_from_checkpoint=str(checkpoint))
-    for (name, one), other in zip(whole.named_parameters(), again.model.parameters(), strict=True):
-        assert torch.equal(one, other), name
-    assert progress(again.model) == 1
+    assert progress(half) == pytest.approx(0.6)  # that of its last step
+    assert progress(resumed) == 1
 
 
-def test_annealing_needs_something_to_bring_in(tmp_path: Path) -> None:
-    for scheme in ("fire", "fope"):
-        with pytest.raises(OptionError, match="anneal=True: fope or xpos"):
-            trainer(hf_posenc.patch(stock("llama"), scheme), tmp_path, callbacks=[Annealing()]).train()
-    for share in (0, 1.1):
-        with pytest.raises(OptionError, match="0 < share <= 1"):
-            Annealing(share)
+def test_there_must_be_something_to_bring_in(tmp_path: Path) -> None:
+    for scheme, callback, error, said in (
+        ("fire", Annealing, OptionError, "anneal=True: fope or xpos"),
+        ("fope", Annealing, OptionError, "anneal=True: fope or xpos"),
+        ("fire", Handover, OptionError, "native='keep'"),
+        (None, Handover, NotPatchedError, "no patched model"),
+    ):
+        model = stock("llama") if scheme is None else hf_posenc.patch(stock("llama"), scheme)
+        with pytest.raises(error, match=said):
+            trainer(model, tmp_path, callbacks=[callback()]).train()
+        for share in (0, 1.1):
+            with pytest.raises(OptionError, match="0 < share <= 1"):
+                callback(share)
 
 
-def test_a_handover_needs_something_to_hand_over(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="native='keep'"):
-        trainer(hf_posenc.patch(stock("llama"), "fire"), tmp_path, callbacks=[Handover()]).train()
-    with pytest.raises(NotPatchedError, match="no patched model"):
-        trainer(stock("llama"), tmp_path, callbacks=[Handover()]).train()
-    for share in (0, 1.1):
-        with pytest.raises(OptionError, match="0 < share <= 1"):
-            Handover(share)
+def test_every_handover_arrives() -> None:
+    for tenths in range(1, 10):
+        callback = Handover(tenths / 10)
+        assert [callback.progress(tenths * steps, 10 * steps) for steps in range(1, 100)] == [1.0] * 99
 
 
 @given(count=st.integers(2, 40), spare=st.integers(0, 300), seed=st.integers(0, 9))
@@ -141,13 +140,13 @@ def test_position_skipping(count: int, spare: int, seed: int) -> None:
     skip = PositionSkipping(count + spare, seed=seed)
     ids = torch.randint(100, (3, count), generator=torch.Generator().manual_seed(seed))
     batch = skip([{"input_ids": row, "labels": row} for row in ids])
-    places = batch["position_ids"]
+    places, steps = batch["position_ids"], batch["position_ids"].diff(dim=1)
     assert torch.equal(batch["input_ids"], ids)
     assert torch.equal(batch["labels"], ids)
     assert (places[:, 0] == 0).all()
-    assert (places.diff(dim=1) >= 1).all()
+    assert (steps >= 1).all()
     assert int(places.max()) < count + spare
-    assert (places.diff(dim=1) > 1).sum(1).max() < 2
+    assert (steps > 1).sum(1).max() < 2
     assert torch.equal(skip.positions(ids[0]), places[0])
 
 
@@ -186,17 +185,13 @@ def lora(scheme: str = "kerple") -> Any:
     return get_peft_model(base, hf_posenc.PosencLoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
 
 
-def test_every_handover_arrives() -> None:
-    for tenths in range(1, 10):
-        callback = Handover(tenths / 10)
-        assert [callback.progress(tenths * steps, 10 * steps) for steps in range(1, 100)] == [1.0] * 99
-
-
 def test_a_teacher_is_the_stock_model() -> None:
     ids = tokens("llama", 2, 15)
     with torch.no_grad():
         wanted = stock("llama")(ids, use_cache=False).logits
     adapted = lora().train()
+    adapted.get_input_embeddings().eval()
+    modes = [module.training for module in adapted.modules()]
     teachers = [
         Teacher(stock("llama")),
         Teacher.copy_of(hf_posenc.patch(stock("llama"), "fire")),
@@ -205,14 +200,12 @@ def test_a_teacher_is_the_stock_model() -> None:
     skipping = {"input_ids": ids, "position_ids": 3 * torch.arange(15)[None]}
     for teacher in teachers:
         assert torch.equal(teacher(skipping).logits, wanted)
-    assert adapted.training
+    assert [module.training for module in adapted.modules()] == modes
     assert hf_posenc.verify(adapted).difference > 0
     with pytest.raises(OptionError, match=r"Teacher\.copy_of"):
         Teacher.within(stock("llama"))
     with pytest.raises(NotPatchedError, match="no patched model"):
         Teacher.within(get_peft_model(stock("llama"), LoraConfig(target_modules=["q_proj"])))
-    with pytest.raises(OptionError, match="0 <= share <= 1"):
-        DistillingTrainer(teacher=None, share=2.0)
 
 
 @pytest.mark.parametrize(("kind", "hidden"), [("copy", 20.0), ("within", 0.0)])
@@ -309,21 +302,12 @@ def test_pieces_take_what_else_a_batch_may_hold() -> None:
     assert not torch.allclose(got[:, 9], wanted[:, 9], atol=1e-2)
 
 
-def test_a_teacher_under_an_adapter_leaves_each_module_in_its_mode() -> None:
-    adapted = lora().train()
-    adapted.get_input_embeddings().eval()
-    before = [module.training for module in adapted.modules()]
-    Teacher.within(adapted)({"input_ids": tokens("llama", 1, 5)})
-    assert [module.training for module in adapted.modules()] == before
-
-
 def test_a_teacher_may_see() -> None:
-    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
-    model = ViTForImageClassification(ViTConfig(**shape, image_size=16, patch_size=4))
-    images = {"pixel_values": torch.randn(2, 3, 16, 16)}
+    model = stock("vit").eval()
+    size = model.config.image_size
+    images = {"pixel_values": torch.randn(2, model.config.num_channels, size, size)}
     with torch.no_grad():
-        wanted = model.eval()(**images).logits
-    assert torch.equal(Teacher(model)(images).logits, wanted)
+        assert torch.equal(Teacher(model)(images).reconstruction, model(**images).reconstruction)
 
 
 def test_a_teacher_knows_its_length() -> None:
@@ -344,15 +328,7 @@ def test_a_teacher_knows_its_length() -> None:
         assert make(model).length == gpt2.config.n_positions
 
 
-def test_only_training_listens_to_a_teacher(tmp_path: Path) -> None:
-    student = hf_posenc.patch(stock("llama"), "kerple")
-    given = {"model": student, "args": arguments(tmp_path), "eval_dataset": windows("llama", 4)}
-    run = DistillingTrainer(**given, teacher=Teacher.copy_of(student), share=0.9, hidden=2.0)
-    plain = Trainer(**given)
-    assert run.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
-
-
-def test_a_teacher_fades(tmp_path: Path) -> None:
+def test_a_teacher_fades_and_training_alone_listens_to_it(tmp_path: Path) -> None:
     student = hf_posenc.patch(stock("llama"), "kerple")
     asked: list[int] = []
 
@@ -367,19 +343,21 @@ def test_a_teacher_fades(tmp_path: Path) -> None:
     run.args.logging_steps = 1
     run.train()
     losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+    # Once it has no say, it is not asked either.
+    assert set(asked) == {0, 1, 2, 3}
     batch = {"input_ids": windows("llama", 1)[0]["input_ids"][None]}
     with torch.no_grad():
         text = student.eval()(**batch, labels=batch["input_ids"], output_hidden_states=True)
+    assert run.evaluate(windows("llama", 1))["eval_loss"] == pytest.approx(text.loss.item())
     wanted = teacher(batch, output_hidden_states=True)
     far = divergence(text.logits, wanted.logits)
     apart = hidden_distance(text.hidden_states, wanted.hidden_states)
     for step, loss in enumerate(losses):
         left = max(0.0, 1 - step / 4)
         assert loss == pytest.approx(float((1 - left) * text.loss + left * far + left * apart), rel=1e-4), step
-    # Once it has no say, it is not asked either.
-    assert set(asked[:-1]) == {0, 1, 2, 3}
-    with pytest.raises(OptionError, match="0 <= until <= 1"):
-        DistillingTrainer(teacher=None, until=1.5)
+    for wrong in ({"until": 1.5}, {"share": 2.0}, {"hidden": -1.0}):
+        with pytest.raises(OptionError, match="0 <= share <= 1, hidden >= 0 and 0 <= until <= 1"):
+            DistillingTrainer(teacher=None, **wrong)
 
 
 @pytest.mark.parametrize("architecture", once(["llama", "t5"]))

@@ -12,16 +12,7 @@ from models import DIRECTORIES, text_file
 from test_run import Stop, stop_after, weights
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import (
-    AutoModelForMaskedLM,
-    AutoTokenizer,
-    BertConfig,
-    BertForMaskedLM,
-    ModernBertConfig,
-    ModernBertForMaskedLM,
-    RobertaConfig,
-    RobertaForMaskedLM,
-)
+from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, ModernBertConfig, RobertaConfig
 
 from hf_posenc.errors import OptionError, RecipeError, ShapeError
 from hf_posenc.recipes.data.collation import Masking
@@ -29,8 +20,8 @@ from hf_posenc.recipes.data.windows import load_data
 from hf_posenc.recipes.evaluation.perplexity import context_curve
 from hf_posenc.recipes.evaluation.request import Request
 from hf_posenc.recipes.runs import run
+from hf_posenc.recipes.schema.checks import lengths
 from hf_posenc.recipes.schema.recipe import Data, Recipe
-from hf_posenc.recipes.schema.suitability import lengths
 from hf_posenc.recipes.training import distillation
 
 pytestmark = pytest.mark.usefixtures("plain_pictures")
@@ -50,22 +41,18 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def folders(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of random models, with a text."""
+    """Folders of random models."""
     folder, size = tmp_path_factory.mktemp("encoders"), {**SIZE, "vocab_size": len(tokenizer)}
     torch.manual_seed(0)
-    models = {
-        "bert": BertForMaskedLM(BertConfig(**size, max_position_embeddings=64)),
-        "roberta": RobertaForMaskedLM(RobertaConfig(**size, max_position_embeddings=66)),
-        "modernbert": ModernBertForMaskedLM(
-            ModernBertConfig(
-                **size, **SPECIAL, max_position_embeddings=64, local_attention=8, global_attn_every_n_layers=2
-            )
-        ),
-    }
-    for name, model in models.items():
-        model.save_pretrained(folder / name)
+    local = {**SPECIAL, "local_attention": 8, "global_attn_every_n_layers": 2}
+    for name, config in {
+        "bert": BertConfig(**size, max_position_embeddings=64),
+        "roberta": RobertaConfig(**size, max_position_embeddings=66),
+        "modernbert": ModernBertConfig(**size, **local, max_position_embeddings=64),
+    }.items():
+        AutoModelForMaskedLM.from_config(config).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    return {name: folder / name for name in models}
+    return {path.name: path for path in folder.iterdir()}
 
 
 def recipe(folders: dict[str, Path], name: str, *overrides: str) -> Recipe:

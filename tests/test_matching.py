@@ -18,7 +18,7 @@ import hf_posenc
 from hf_posenc.errors import NotPatchedError, OptionError, ShapeError
 from hf_posenc.recipes.data.text import builtin_text
 from hf_posenc.recipes.loading import load_tiny_llama
-from hf_posenc.recipes.runs import directory, run
+from hf_posenc.recipes.runs import files, run
 from hf_posenc.recipes.schema.recipe import Recipe
 from hf_posenc.recipes.training import fit_bias
 from hf_posenc.recipes.training import transfer as matching
@@ -94,11 +94,6 @@ def test_attention_gets_nearer(name: str) -> None:
     assert len(found.after) == len(found.before) == checkpoint("llama").config.num_hidden_layers
 
 
-def test_layers_that_are_not_converted_are_left_alone() -> None:
-    model = patched("llama", "shaw", layers=[1])
-    assert len(match(model, tokens("llama", 4, 17), steps=2).before) == 1
-
-
 def test_every_layer_reads_what_it_reads_in_the_stock_model() -> None:
     """Whatever those below it do."""
     torch.manual_seed(0)
@@ -111,21 +106,14 @@ def test_every_layer_reads_what_it_reads_in_the_stock_model() -> None:
     assert all_layers.before[1] == pytest.approx(alone.before[0], rel=1e-5)
 
 
-def test_long_windows_are_cut() -> None:
-    length = stock("llama").config.max_position_embeddings
-    ids = tokens("llama", 2, 2 * length + 3)
-    one = patched("llama", "kerple")
-    other = copy.deepcopy(one)
-    assert match(one, ids, steps=2, batch_size=2) == match(
-        other, ids[:, : 2 * length].reshape(-1, length), steps=2, batch_size=2
-    )
-
-
-def test_the_windows_that_judge_are_not_those_of_a_batch() -> None:
+def test_long_windows_are_cut_and_batches_do_not_matter_to_what_judges() -> None:
     torch.manual_seed(0)
-    one = patched("llama", "transformer_xl")
-    small, ids = copy.deepcopy(one), tokens("llama", 12, 19)
-    whole = match(one, ids, steps=1, batch_size=5)
+    one = patched("llama", "kerple")
+    other, small = copy.deepcopy(one), copy.deepcopy(one)
+    length = one.config.max_position_embeddings
+    ids = tokens("llama", 2, 2 * length + 3)
+    whole = match(one, ids, steps=2, batch_size=2)
+    assert whole == match(other, ids[:, : 2 * length].reshape(-1, length), steps=2, batch_size=2)
     assert match(small, ids, steps=1, batch_size=1).before == pytest.approx(whole.before, rel=1e-4)
 
 
@@ -148,22 +136,25 @@ def test_a_fit_that_leads_away_is_taken_back(rate: float, caplog: pytest.LogCapt
     assert rate > 1 or match(model, odd, steps=12, batch_size=4, learning_rate=rate).accepted
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_a_fit_that_is_broken_off_leaves_the_model_as_it_was(error: type[BaseException]) -> None:
+def test_a_fit_that_is_broken_off_leaves_the_model_as_it_was() -> None:
     model = patched("llama", "shaw").train()
     before, trained = copy.deepcopy(model.state_dict()), [p.requires_grad for p in model.parameters()]
 
     def stop(step: int) -> None:
         assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
         if step == 2:
-            raise error
+            raise KeyboardInterrupt
 
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         match(model, tokens("llama", 4, 17), steps=5, progress=stop)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert [p.requires_grad for p in model.parameters()] == trained
     assert all(p.grad is None for p in model.parameters())
     assert all(module.training and not module._forward_hooks for module in model.modules())
+
+
+def distance(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    return AttentionTransfer(model, projections=False).distances([{"input_ids": ids, **options}])
 
 
 @pytest.mark.parametrize("name", ["shaw", "fire"])
@@ -172,35 +163,28 @@ def test_packed_documents_do_not_see_each_other(name: str) -> None:
     # The same document twice, so that both have the distances of one alone.
     document = tokens("llama", 1, 20)
     packed, positions = document.repeat(1, 2), torch.arange(20).repeat(2)[None]
-
-    def distance(ids: torch.Tensor, **options: Any) -> torch.Tensor:
-        return AttentionTransfer(model, projections=False).distances([{"input_ids": ids, **options}])
-
-    apart = distance(document)
-    torch.testing.assert_close(distance(packed, position_ids=positions), apart)
-    assert not torch.allclose(distance(packed), apart)
+    apart = distance(model, document)
+    torch.testing.assert_close(distance(model, packed, position_ids=positions), apart)
+    assert not torch.allclose(distance(model, packed), apart)
 
 
 def test_a_packed_document_that_is_cut_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = patched("llama", "fire")
-    ids, positions = tokens("llama", 1, 48), torch.cat([torch.arange(30), torch.arange(18)])[None]
+    model, ids = patched("llama", "fire"), tokens("llama", 1, 48)
     monkeypatch.setattr(matching, "trained_length", lambda config: 24)
-
-    def distance(ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        return AttentionTransfer(model, projections=False).distances([{"input_ids": ids, "position_ids": positions}])
-
+    positions = torch.cat([torch.arange(30), torch.arange(18)])[None]
     cut = torch.cat([torch.arange(24), torch.arange(6), torch.arange(18)]).view(2, 24)
-    torch.testing.assert_close(distance(ids, positions), distance(ids.view(2, 24), cut))
+    wanted = distance(model, ids.view(2, 24), position_ids=cut)
+    torch.testing.assert_close(distance(model, ids, position_ids=positions), wanted)
     # Where no document begins within a window, the windows are as they are without positions.
-    torch.testing.assert_close(distance(ids, torch.arange(48)[None]), distance(ids, None))
+    whole = distance(model, ids, position_ids=torch.arange(48)[None])
+    torch.testing.assert_close(whole, distance(model, ids))
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_it_learns_where_the_caller_wants_no_gradients(mode: Any) -> None:
+def test_it_learns_where_the_caller_wants_no_gradients() -> None:
     one = patched("llama", "kerple")
     other = copy.deepcopy(one)
     ids = tokens("llama", 4, 17)
-    with mode():
+    with torch.inference_mode():
         found = match(one, ids.clone(), steps=3)
     assert found == match(other, ids, steps=3)
     loss(one, "llama", ids).backward()
@@ -228,18 +212,16 @@ def test_bad_input() -> None:
         match(stock("llama"), ids)
     with pytest.raises(OptionError, match="all are frozen"):
         match(patched("llama", "shaw").requires_grad_(False), ids)
-    for wrong in (ids[0], ids[:, :1], ids[:0]):
+    model = patched("llama", "fire")
+    for wrong in (ids[0], ids[:, :1], ids[:0], ids.tolist(), ids.float()):
         with pytest.raises(ShapeError, match="expected \\[windows, tokens\\]"):
-            match(patched("llama", "fire"), wrong)
-    for wrong in (ids.tolist(), ids.float()):
-        with pytest.raises(ShapeError, match="expected \\[windows, tokens\\]"):
-            match(patched("llama", "fire"), wrong)
+            match(model, wrong)
     for token in (-1, 10**6):
         with pytest.raises(ShapeError, match=f"match: ids has token {token}; expected 0 to "):
-            match(patched("llama", "fire"), ids.masked_fill(ids == ids[1, 1], token))
+            match(model, ids.masked_fill(ids == ids[1, 1], token))
     for number in ({"steps": 0}, {"batch_size": 0}, {"learning_rate": 0.0}):
         with pytest.raises(OptionError, match="expected steps and windows of at least 1"):
-            match(patched("llama", "fire"), ids, **number)
+            match(model, ids, **number)
 
 
 def test_a_run_says_that_its_start_was_not_fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +231,7 @@ def test_a_run_says_that_its_start_was_not_fitted(tmp_path: Path, monkeypatch: p
     recipe = Recipe.read("swap", ["scheme=kerple", *small, "training.batch_size=2", "distillation={}"])
     console = Console(record=True, width=200, file=io.StringIO())
     run.train(recipe, tmp_path / "out", console=console)
-    record = json.loads((tmp_path / "out" / directory.RUN).read_text(encoding="utf-8"))
+    record = json.loads((tmp_path / "out" / files.RUN).read_text(encoding="utf-8"))
     sentence = record["fit"]["sentence"]
     assert record["fit"]["accepted"] is False
     assert "not changed" in sentence

@@ -1,11 +1,9 @@
-"""Recipes: what comes with the package, the schema, overrides, and what each wrong recipe says."""
+"""Recipes: the schema, overrides, and what each wrong recipe says."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-import subprocess
-import sys
 import typing
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from transformers import get_scheduler
 
 from hf_posenc import RecipeError
 from hf_posenc.recipes.schema import fields
-from hf_posenc.recipes.schema.consistency import warmup_steps
 from hf_posenc.recipes.schema.recipe import Conversion, Recipe, Schedule, Training
 
 PLAIN = "model: tiny-llama\nconversion:\n  scheme: fire\n"
@@ -30,20 +27,6 @@ def read(folder: Path, text: str | bytes, *overrides: str) -> Recipe:
     path = folder / "mine.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return Recipe.read(path, overrides)
-
-
-# -- what comes with the package ---------------------------------------------------------------------------------------
-
-
-def test_reading_a_file_needs_no_torch(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(PLAIN, encoding="utf-8")
-    program = (
-        "import sys\nfrom hf_posenc.recipes.schema.recipe import Recipe\n"
-        f"assert Recipe.parse({str(path)!r})\nassert 'torch' not in sys.modules\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -102,8 +85,8 @@ words = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), m
     summary=words,
     model=words,
     rate=st.floats(0, 1e300),
-    steps=st.integers(1, 10**30),
-    init_c=st.floats(1e-300, 1e300),
+    steps=st.integers(2, 10**30),
+    init_c=st.floats(1e-12, 1e12),
     loggers=st.lists(st.sampled_from(["tensorboard", "trackio", "wandb"]), max_size=2),
     targets=st.none() | st.lists(words, min_size=1, max_size=3),
 )
@@ -126,32 +109,25 @@ def test_text_reads_as_the_recipe(
     )
     path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
     path.write_text(recipe.text(), encoding="utf-8")
-    assert Recipe.parse(path) == recipe
+    assert Recipe.read(path) == recipe
     # And other readers of YAML see the same.
     assert yaml.safe_load(recipe.text()) == dataclasses.asdict(recipe)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.text(st.characters(codec="utf-8")) | st.text("abk:-{}[]&*!|>'\"%@`,?# \n\t01.~"))
-def test_any_text_is_read_or_refused(text: str) -> None:
-    try:
-        content = fields.parse(text, "mine.yaml")
-        recipe = fields.build(Recipe, content, where="mine.yaml")
-    except RecipeError:
-        return
-    assert isinstance(recipe, Recipe)
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.text("modelcnvrsi.=xy {}[]:1", max_size=30) | st.text())
-def test_any_override_is_read_or_refused(pair: str) -> None:
-    content: dict[str, Any] = {"model": "tiny-llama", "conversion": {"scheme": "fire"}}
-    try:
-        recipe = fields.build(Recipe, content, where="mine.yaml", overrides=[pair])
-    except RecipeError as error:
-        assert "mine.yaml" not in str(error)  # noqa: PT017 - the override is at fault, and says so
-        return
-    assert isinstance(recipe, Recipe)
+@given(
+    st.text(st.characters(codec="utf-8")) | st.text("abk:-{}[]&*!|>'\"%@`,?# \n\t01.~"),
+    st.text("modelcnvrsi.=xy {}[]:1", max_size=30) | st.text(),
+)
+def test_any_text_and_any_override_is_read_or_refused(text: str, pair: str) -> None:
+    plain: dict[str, Any] = {"model": "tiny-llama", "conversion": {"scheme": "fire"}}
+    for content, overrides in ((text, []), (plain, [pair])):
+        try:
+            there = fields.parse(content, "mine.yaml") if isinstance(content, str) else content
+            assert isinstance(fields.build(Recipe, there, where="mine.yaml", overrides=overrides), Recipe)
+        except RecipeError as error:
+            # An override that is at fault says so.
+            assert ("mine.yaml" in str(error)) == (not overrides)  # noqa: PT017
 
 
 # -- what wrong recipes say --------------------------------------------------------------------------------------------
@@ -160,151 +136,76 @@ def test_any_override_is_read_or_refused(pair: str) -> None:
 WRONG: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     # The file.
     "empty": (b"", [], ["is empty", "model and conversion"]),
-    "only a comment": (b"# nothing\n", [], ["is empty"]),
     "a list": (b"- model\n", [], ["is a list", "expected keys"]),
-    "a word": (b"tiny-llama\n", [], ["is a str"]),
     "tab": (b"model: x\nconversion:\n\tscheme: fire\n", [], ["cannot start any token", "line 3"]),
     "not UTF-8": ("model: é\n".encode("latin-1"), [], ["cannot be read", "utf-8"]),
     "two documents": (b"model: x\n---\nmodel: y\n", [], ["is not a recipe's YAML", "another document"]),
     "key twice": ("model: other\n", [], ["the key 'model' is there twice", "line 4"]),
-    "key twice in a section": ("training:\n  steps: 1\n  steps: 2\n", [], ["the key 'steps' is there twice", "line 6"]),
     "object of Python": ("data: !!python/object:os.system {}\n", [], ["is not a recipe's YAML"]),
     "deep": (b"[" * 5000, [], ["is not a recipe's YAML"]),
     "endless number": (b"model: " + b"9" * 5000, [], ["is not a recipe's YAML"]),
     # Keys.
     "unknown key": ("training: {stpes: 5}\n", [], ["no key 'training.stpes'", "Did you mean 'steps'?"]),
     "unknown section": ("trainig: {steps: 5}\n", [], ["no key 'trainig'", "Did you mean 'training'?"]),
-    "key that is no text": ("training: {1: 5}\n", [], ["no key 'training.1'"]),
     "renamed key": ("training: {lr: 5}\n", [], ["no key 'training.lr'", "called 'learning_rate' here"]),
     "missing key": (b"model: x\n", [], ["'conversion' is missing"]),
-    "missing key in a section": (b"model: x\nconversion: {native: keep}\n", [], ["'conversion.scheme' is missing"]),
     "section without keys": ("training:\n", [], ["training is None", "steps, length"]),
-    "section that is a list": ("training: [5]\n", [], ["training is [5]"]),
     # Values.
     "text for a number": ("training: {steps: many}\n", [], ["training.steps is 'many'", "expected a valid integer"]),
     "fraction for a count": ("training: {steps: 1e3}\n", [], ["training.steps is 1000.0", "a valid integer"]),
-    "truth for a count": ("training: {steps: true}\n", [], ["training.steps is True"]),
-    "null for a count": ("training: {steps: null}\n", [], ["training.steps is None"]),
     "no steps": ("training: {steps: 0}\n", [], ["training.steps is 0", "at least 1"]),
     "share": ("distillation: {share: 1.5}\n", [], ["distillation.share is 1.5", "at most 1"]),
-    "until": ("distillation: {share: 1, until: -0.1}\n", [], ["distillation.until is -0.1"]),
     "nan": ("training: {learning_rate: .nan}\n", [], ["learning_rate is nan", "a finite number"]),
-    "infinity": ("training: {learning_rate: 1e999}\n", [], ["learning_rate is inf"]),
-    "too large": ("training: {learning_rate: 1" + "0" * 400 + "}\n", [], ["expected a valid number"]),
-    "negative rate": ("training: {learning_rate: -1}\n", [], ["learning_rate is -1"]),
-    "held-out share": ("data: {held_out_share: 1}\n", [], ["held_out_share is 1", "less than 1"]),
     "handover share": (PLAIN.encode() + b"  native: handover\n  handover: 0\n", [], ["handover is 0", "more than 0"]),
-    "native": (PLAIN.encode() + b"  native: drop\n", [], ["native is 'drop'", "'remove', 'keep' or 'handover'"]),
     "layers": (PLAIN.encode() + b"  layers: every:0\n", [], ["layers is 'every:0'", "such as 'every:4'", "or null"]),
-    "no layers": (PLAIN.encode() + b"  layers: []\n", [], ["layers is []", "at least one entry"]),
     "stacks": (PLAIN.encode() + b"  stacks: [middle]\n", [], ["stacks has 'middle'", "'encoder' or 'decoder'"]),
-    "precision": ("training: {precision: fp8}\n", [], ["precision is 'fp8'", "'float32', 'bfloat16'"]),
-    "schedule": ("training: {schedule: stairs}\n", [], ["schedule is 'stairs'", "cosine"]),
-    "loggers": ("saving: {loggers: [mlflow]}\n", [], ["loggers has 'mlflow'", "'tensorboard', 'trackio'"]),
     "one window": ("evaluation: {windows: 1}\n", [], ["windows is 1", "at least 2"]),
-    "seed": ("training: {seed: -1}\n", [], ["seed is -1", "at least 0"]),
     "number for text": ("data: {source: x, config: 20220301}\n", [], ["config is 20220301", "Put it in quotes."]),
     "empty name": (b"model: ''\nconversion: {scheme: fire}\n", [], ["model is ''", "not empty"]),
-    "dropout": ("adapter: {kind: lora, dropout: 1}\n", [], ["dropout is 1", "less than 1"]),
-    "contexts": ("evaluation: {contexts: []}\n", [], ["contexts is []"]),
     # The scheme.
     "unknown scheme": ("", ["conversion.scheme=fyre"], ["conversion.scheme", "'fyre'", "Did you mean 'fire'?"]),
     "unknown option": ("", ["conversion.options.widht=3"], ["no option 'widht'", "Did you mean 'width'?"]),
     "option of patch": ("", ["conversion.options.native=keep"], ["fire has no option 'native'"]),
-    "option of another scheme": (
-        PLAIN.encode() + b"  options: {threshold: 64}\n",
-        ["conversion.scheme=alibi"],
-        ["alibi has no option 'threshold'", "conversion.options={}"],
-    ),
+    "option of another scheme": ("", ["scheme=alibi", "options.threshold=64"], ["alibi has no option 'threshold'"]),
     "type of an option": ("", ["conversion.options.width=wide"], ["width='wide'", "expected int"]),
-    "option in an option": ("", ["conversion.options.width.x=3"], ["width={'x': 3}"]),
-    "fit of a scheme without bias": ("", ["conversion.scheme=cope", "conversion.fit=native"], ["cope adds no bias"]),
-    "fit to a typo": ("", ["conversion.fit=nativ"], ["expected 'native' or 'attention' or null"]),
-    "fit to attention that is what it was": (
-        "",
-        ["conversion.scheme=shaw", "conversion.options={}", "conversion.fit=attention", "conversion.native=handover"],
-        ["native is 'handover'", "Set conversion.native to remove"],
-    ),
-    "fit to attention of what is added to the inputs": (
-        "",
-        ["conversion.scheme=learned", "conversion.options={}", "conversion.fit=attention", "conversion.native=remove"],
-        ["learned is added to the inputs"],
-    ),
-    "fit to attention without weights": (
-        "",
-        ["conversion.scheme=alibi", "conversion.options={}", "conversion.fit=attention", "conversion.native=remove"],
-        ["alibi has no weights"],
-    ),
-    "fit without weights": ("", ["conversion.scheme=alibi", "conversion.fit=native"], ["alibi has no weights"]),
-    "fit with native": ("", ["conversion.fit=native", "conversion.native=keep"], ["its encoding twice"]),
+    "fit of a scheme without bias": ("", ["scheme=cope", "fit=native"], ["cope adds no bias"]),
+    "fit where attention is what it was": ("", ["fit=attention", "native=handover"], ["native is 'handover'"]),
+    "fit of what is no attention": ("", ["scheme=learned", "fit=attention"], ["learned is added to the inputs"]),
+    "fit without weights": ("", ["scheme=alibi", "fit=native"], ["alibi has no weights"]),
+    "fit with native": ("", ["fit=native", "native=keep"], ["its encoding twice"]),
     "adapter without weights": ("", ["conversion.scheme=nope", "adapter.kind=scheme"], ["nothing would be trained"]),
     # Keys that do nothing.
     "options of nothing": ("", ["conversion.scheme=null", "conversion.options.width=3"], ["without a scheme"]),
-    "native of nothing": ("", ["conversion.scheme=null", "conversion.native=keep"], ["conversion.native is 'keep'"]),
-    "layers of nothing": ("", ["conversion.scheme=null", "conversion.layers=[0]"], ["without a scheme"]),
-    "fit of nothing": ("", ["conversion.scheme=null", "conversion.fit=native"], ["without a scheme"]),
     "adapter of nothing": ("", ["conversion.scheme=null", "adapter.kind=scheme"], ["nothing would be trained"]),
     "handover without handover": ("", ["conversion.handover=0.5"], ["without conversion.native: handover"]),
     "until without distillation": ("", ["distillation.until=0.5"], ["without distillation.share"]),
-    "rank without LoRA": ("", ["adapter.rank=4"], ["adapter.rank is 4", "without adapter.kind: lora"]),
-    "rank, scheme alone": (
-        "",
-        ["adapter.kind=scheme", "adapter.rank=4"],
-        ["adapter.rank is 4", "without adapter.kind: lora"],
-    ),
-    "four bits of all weights": ("", ["adapter.four_bit=true"], ["without adapter.kind: lora or scheme"]),
-    "split of the built-in text": ("", ["data.split=test"], ["another data.source than builtin"]),
-    "share of the built-in text": (
-        "",
-        ["data.held_out_share=0.2"],
-        ["held_out_share is 0.2", "another data.source than builtin"],
-    ),
-    "share with a split": (
-        "",
-        ["data.source=c4", "data.held_out=validation", "data.held_out_share=0.2"],
-        ["held_out_share is 0.2", "without data.held_out: null"],
-    ),
+    "rank, scheme alone": ("", ["adapter=scheme", "rank=4"], ["adapter.rank is 4", "without adapter.kind: lora"]),
+    "share of the built-in text": ("", ["held_out_share=0.2"], ["held_out_share is 0.2", "another data.source"]),
+    "share with a split": ("", ["data=c4", "held_out=test", "held_out_share=0.2"], ["without data.held_out: null"]),
     # Keys that contradict each other.
     "streaming the built-in text": ("", ["data.streaming=true"], ["the builtin text is there at once"]),
     "streaming without held-out text": ("", ["data.streaming=true", "data.source=c4"], ["Give data.held_out"]),
     "a step at rate 0": ("", ["training.steps=1", "training.warmup=0.6"], ["warmup is 0.6", "the only step"]),
     "windows in a handover": (
         "",
-        ["conversion={scheme: nope, native: handover, layers: 'every:2', window: 8}"],
-        ["window is 8", "would fade, too", "to remove"],
+        ["layers=every:2", "native=handover", "window=8"],
+        ["window is 8", "would fade, too"],
     ),
-    "micro batches": ("", ["training.micro_batch_size=3"], ["a divisor of training.batch_size = 8"]),
+    "micro batches": ("", ["micro_batch_size=3"], ["a divisor of training.batch_size = 8"]),
     "micro batches of long windows": (
         "",
         ["lengthen={steps: 2, batch_size: 4, micro_batch_size: 3}"],
         ["lengthen.micro_batch_size is 3", "a divisor of lengthen.batch_size = 4"],
     ),
-    "skipping nothing in long windows": (
-        "",
-        ["training.length=64", "lengthen={steps: 2, length: 128, skip_to: 100}"],
-        ["lengthen.skip_to is 100", "more than lengthen.length = 128"],
-    ),
     "skipping nothing": ("", ["training.length=128", "training.skip_to=128"], ["more than training.length = 128"]),
     "skipping in documents": ("", ["training.skip_to=512", "data.packing=documents"], ["data.packing is 'documents'"]),
     # Overrides.
     "no equals": ("", ["training.steps"], ["'training.steps': expected KEY=VALUE"]),
-    "no key": ("", ["=5"], ["expected KEY=VALUE"]),
-    "empty part": ("", ["training..steps=5"], ["expected KEY=VALUE"]),
     "not YAML": ("", ["conversion.options={"], ["'conversion.options={' is not a recipe's YAML"]),
-    "tab in a value": ("", ["model=\tx: y\n\t- z"], ["is not a recipe's YAML"]),
     "unknown key in an override": ("", ["training.stpes=5"], ["'training.stpes=5': there is no key", "'steps'"]),
-    "unknown section in an override": ("", ["trainig.steps=5"], ["'trainig.steps=5'", "no key 'trainig'"]),
-    "unknown key of a key": ("", ["options.stpes=5"], ["has no option 'stpes'"]),
-    "renamed key in an override": ("", ["training.lr=5"], ["called 'learning_rate' here"]),
-    "wrong value in an override": ("", ["training.steps=0"], ["'training.steps=0': training.steps is 0"]),
     "section as a value": ("", ["training=[5]"], ["'training=[5]': training.steps is [5]"]),
     "value as a section": ("", ["training.steps.more=5"], ["training.steps is {'more': 5}", "a valid integer"]),
     "override twice": ("", ["training.steps=5", "training.steps=6"], ["training.steps is given twice"]),
-    "override of an override": (
-        "",
-        ["conversion.options.width=8", "conversion.options={}"],
-        ["conversion.options is given twice"],
-    ),
     "override of what is no section": ("training: 5\n", ["training.steps=5"], ["training: 5", "has no keys"]),
 }
 
@@ -321,31 +222,22 @@ def test_wrong_recipe_is_one_error(case: str, tmp_path: Path) -> None:
     assert message.endswith((".", "?"))
 
 
-def test_reading_a_recipe_takes_no_memory_for_its_scheme(tmp_path: Path) -> None:
-    options = read(
-        tmp_path, PLAIN, "conversion.scheme=learned", "conversion.options={num_positions: 16777216}"
-    ).conversion.options
-    assert options == {"num_positions": 2**24}  # 32 GiB
-
-
-def test_the_scheme_alone_is_trained_over_four_bits(tmp_path: Path) -> None:
-    assert read(tmp_path, PLAIN, "adapter.kind=scheme", "adapter.four_bit=true").adapter.four_bit
+def test_the_scheme_alone_is_trained_over_four_bits_and_reading_allocates_nothing(tmp_path: Path) -> None:
+    keys = ["adapter.kind=scheme", "adapter.four_bit=true", "scheme=learned", "options={num_positions: 16777216}"]
+    recipe = read(tmp_path, PLAIN, *keys)
+    assert recipe.adapter.four_bit
+    assert recipe.conversion.options == {"num_positions": 2**24}  # 32 GiB
 
 
 @pytest.mark.parametrize("schedule", typing.get_args(Schedule))
-@pytest.mark.parametrize(
-    "overrides", [["learning_rate=0"], ["learning_rate=1e-7"], ["learning_rate=2e-7"], ["warmup=1"]]
-)
-def test_a_schedule_runs_or_is_refused(schedule: str, overrides: list[str], tmp_path: Path) -> None:
-    given = [f"training.{key}" for key in ("steps=4", f"schedule={schedule}", *overrides)]
+@pytest.mark.parametrize("override", ["learning_rate=0", "learning_rate=1e-7", "warmup=1"])
+def test_a_schedule_runs_or_is_refused(schedule: str, override: str, tmp_path: Path) -> None:
     try:
-        training = read(tmp_path, PLAIN, *given).training
+        training = read(tmp_path, PLAIN, "training.steps=4", f"schedule={schedule}", override).training
     except RecipeError:
         return
-    optimizer = torch.optim.SGD(
-        [torch.nn.Parameter(torch.zeros(1))], lr=1e-3 if training.learning_rate is None else training.learning_rate
-    )
-    rates = get_scheduler(schedule, optimizer, num_warmup_steps=warmup_steps(training), num_training_steps=4)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate or 0.0)
+    rates = get_scheduler(schedule, optimizer, num_warmup_steps=training.warmup_steps, num_training_steps=4)
     for _ in range(4):
         optimizer.step()
         rates.step()

@@ -6,20 +6,18 @@ import copy
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from models import DIRECTORIES, checkpoint, stock, text_file, tokens
-from safetensors.torch import load_file
+from test_run import Stop, stop_after, weights
 from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc.cli import app
 from hf_posenc.errors import OptionError, RecipeError
 from hf_posenc.recipes import memory
-from hf_posenc.recipes.runs import directory, run
-from hf_posenc.recipes.runs.files import WholeCheckpoints
+from hf_posenc.recipes.runs import files, run
 from hf_posenc.recipes.schema.recipe import Recipe
 from hf_posenc.recipes.training.adapter import attach
 from hf_posenc.recipes.training.layers import layer_costs
@@ -29,7 +27,7 @@ from hf_posenc.recipes.training.transfer import AttentionTransfer, match
 pytestmark = pytest.mark.usefixtures("plain_pictures")
 
 SMALL = (
-    *("conversion.fit=null", "distillation={share: 1.0}", "training.length=64", "training.batch_size=2"),
+    *("fit=null", "distillation={share: 1.0}", "training.length=64", "training.batch_size=2"),
     *("evaluation.contexts=[64]", "evaluation.windows=4", "saving.every=2"),
     *("transfer={steps: 4}", "training.steps=4"),
 )
@@ -37,26 +35,9 @@ LONG = "lengthen={steps: 4, length: 128, batch_size: 1}"
 
 
 def recipe_of(*changes: str, architecture: str = "llama") -> Recipe:
-    model = f"model={DIRECTORIES[architecture]}"
-    return Recipe.read("swap", ["scheme=kerple", model, f"data.source={text_file()}", *SMALL, *changes])
-
-
-class Stopped(Exception):
-    pass
-
-
-def stop_at_the_next_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    save = WholeCheckpoints.on_save
-
-    def on_save(self: WholeCheckpoints, *args: Any, **kwargs: Any) -> None:
-        save(self, *args, **kwargs)
-        raise Stopped
-
-    monkeypatch.setattr(WholeCheckpoints, "on_save", on_save)
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {path.name + name: w for path in folder.glob("model/*.safetensors") for name, w in load_file(path).items()}
+    given = ["scheme=kerple", f"model={DIRECTORIES[architecture]}", f"data.source={text_file()}", *SMALL]
+    named = {pair.partition("=")[0] for pair in changes}
+    return Recipe.read("swap", [*(pair for pair in given if pair.partition("=")[0] not in named), *changes])
 
 
 @pytest.fixture(scope="module")
@@ -73,16 +54,14 @@ def test_a_run_goes_on_in_each_stage_bit_for_bit(
     """
     out = tmp_path / "out"
     for stop in range(4):
-        with monkeypatch.context() as patched:
-            stop_at_the_next_save(patched)
-            with pytest.raises(Stopped):
-                run.resume(out) if stop else run.train(recipe_of(LONG), out)
+        stop_after(monkeypatch, 1)
+        with pytest.raises(Stop):
+            run.resume(out) if stop else run.train(recipe_of(LONG), out)
         if stop:
             monkeypatch.setattr(memory, "available", lambda *given: 1)
     outcome = run.resume(out)
-    expected, found = weights(whole.folder), weights(outcome.folder)
+    expected, found = weights(whole.model), weights(outcome.model)
     assert found.keys() == expected.keys()
-    assert json.loads((outcome.folder / directory.RUN).read_text(encoding="utf-8"))["transfer"]["accepted"]
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
     steps = [step for step, _ in outcome.measurements.course()]
     assert steps == [step for step, _ in whole.measurements.course()] == [0, 4, 8, 12]
@@ -95,10 +74,9 @@ def test_a_transfer_without_effect_is_a_caution_also_after_a_stop(
     recipe = recipe_of()
     recipe = replace(recipe, transfer=replace(recipe.transfer, learning_rate=0.0, scheme_learning_rate=0.0))
     for stop in range(2):
-        with monkeypatch.context() as patched:
-            stop_at_the_next_save(patched)
-            with pytest.raises(Stopped):
-                run.resume(tmp_path / "out") if stop else run.train(recipe, tmp_path / "out")
+        stop_after(monkeypatch, 1)
+        with pytest.raises(Stop):
+            run.resume(tmp_path / "out") if stop else run.train(recipe, tmp_path / "out")
     run.resume(tmp_path / "out")
     assert "the start was not changed" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
@@ -106,7 +84,7 @@ def test_a_transfer_without_effect_is_a_caution_also_after_a_stop(
 def test_the_transfer_brings_attention_nearer(whole: run.Outcome) -> None:
     course = dict(whole.measurements.course())
     assert course[4].at(64).mean < course[0].at(64).mean
-    record = json.loads((whole.folder / directory.RUN).read_text(encoding="utf-8"))
+    record = json.loads((whole.folder / files.RUN).read_text(encoding="utf-8"))
     assert record["transfer"]["accepted"]
     assert len(record["transfer"]["after"]) == 4
     assert [words.partition(":")[0] for words in record["stages"]] == ["attention transfer", "training", "long windows"]
@@ -116,17 +94,8 @@ def test_the_transfer_brings_attention_nearer(whole: run.Outcome) -> None:
 @pytest.mark.parametrize(("architecture", "changes"), [("llama", ["data.packing=documents"]), ("t5", [])])
 def test_a_fit_of_attention_is_a_transfer_of_the_scheme(architecture: str, changes: list[str], tmp_path: Path) -> None:
     """Of packed documents, and of an encoder-decoder."""
-    changes = [
-        *changes,
-        "conversion.native=remove",
-        "conversion.fit=attention",
-        "transfer={steps: 12}",
-        "training.steps=1",
-        "distillation={}",
-    ]
-    head = ["scheme=disentangled", f"model={DIRECTORIES[architecture]}", f"data.source={text_file()}", "length=64"]
-    measured = ["training.batch_size=2", "evaluation.contexts=[64]", "evaluation.windows=4"]
-    recipe = Recipe.read("swap", [*head, *measured, *changes])
+    keys = ["scheme=disentangled", "native=remove", "fit=attention", "transfer={steps: 12}", "training.steps=1"]
+    recipe = recipe_of(*keys, *changes, architecture=architecture)
     outcome = run.train(recipe, tmp_path / "out")
     course = dict(outcome.measurements.course())
     assert course[12].at(64).mean < course[0].at(64).mean
@@ -188,9 +157,9 @@ def test_a_layer_that_gets_worse_keeps_its_weights() -> None:
         assert all(torch.equal(after[name], before[name]) for name in own) == (new == old)
 
 
-@pytest.mark.parametrize(("architecture", "scheme"), [("llama", "kerple"), ("llama", "fire_s")])
-def test_the_cost_of_each_layer_alone(architecture: str, scheme: str) -> None:
-    model, ids = stock(architecture).eval(), tokens(architecture, 12, 33)
+@pytest.mark.parametrize("scheme", ["kerple", "fire_s"])
+def test_the_cost_of_each_layer_alone(scheme: str) -> None:
+    model, ids = stock("llama").eval(), tokens("llama", 12, 33)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     kinds = [type(module) for module in model.modules()]
     torch.manual_seed(0)
@@ -200,9 +169,9 @@ def test_the_cost_of_each_layer_alone(architecture: str, scheme: str) -> None:
     assert [each.layer for each in found.layers] == list(range(model.config.num_hidden_layers))
     # By hand, for one layer: the same transfer, and the other layers as they were.
     torch.manual_seed(0)
-    whole = hf_posenc.patch(stock(architecture).eval(), scheme)
+    whole = hf_posenc.patch(stock("llama").eval(), scheme)
     match(whole, ids, projections=True, steps=6, batch_size=3)
-    alone = hf_posenc.patch(stock(architecture).eval(), scheme, layers=[1])
+    alone = hf_posenc.patch(stock("llama").eval(), scheme, layers=[1])
     trained, here = whole.state_dict(), alone.state_dict()
     mine = [name for name in here if ".layers.1.self_attn." in name or "hf_posenc" in name]
     alone.load_state_dict({name: trained[name] for name in mine}, strict=False)
@@ -261,10 +230,7 @@ def test_the_rate_of_a_transfer_is_that_of_its_slowest_scheme() -> None:
 
 
 def test_what_a_transfer_cannot_do(tmp_path: Path) -> None:
-    for goal, changes in (
-        ("swap", ["scheme=kerple", "conversion.native=keep", "conversion.options={}"]),
-        ("control", []),
-    ):
+    for goal, changes in (("swap", ["scheme=kerple", "native=keep"]), ("control", [])):
         with pytest.raises(RecipeError, match=r"transfer.steps is 4, but conversion\."):
             Recipe.read(goal, [*changes, "transfer.steps=4"])
     with pytest.raises(RecipeError, match=r"transfer.projections is False, which does nothing without transfer.steps"):

@@ -14,7 +14,7 @@ from test_display import FACTS, facts_with
 
 from hf_posenc.cli import train as command
 from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid
-from hf_posenc.recipes.runs import directory, verdict
+from hf_posenc.recipes.runs import files, verdict
 from hf_posenc.recipes.runs.measurements import NATIVE, Measurements
 from hf_posenc.recipes.runs.verdict import judge
 from hf_posenc.recipes.schema.recipe import Recipe
@@ -94,19 +94,19 @@ def test_the_control_is_found_beside_the_run(tmp_path: Path) -> None:
         "z-control": control,
     }
     for name, each in recipes.items():
-        (tmp_path / name / directory.MODEL).mkdir(parents=True)
-        (tmp_path / name / directory.RECIPE).write_text(each.text(), encoding="utf-8")
-        written = Measurements(tmp_path / name / directory.MEASUREMENTS)
+        (tmp_path / name / files.MODEL).mkdir(parents=True)
+        (tmp_path / name / files.RECIPE).write_text(each.text(), encoding="utf-8")
+        written = Measurements(tmp_path / name / files.MEASUREMENTS)
         written.record(NATIVE, measured(len(name), 2.0).at(NATIVE))
     found = verdict.control_of(tmp_path / "fire", recipe, "it")
     assert torch.equal(found.at(NATIVE).samples, measured(len("z-control"), 2.0).at(NATIVE).samples)
     assert verdict.control_of(tmp_path / "b-yarn", recipes["b-yarn"], "it") is not None
     assert verdict.control_of(tmp_path / "z-control", control, "it") is None
-    record = tmp_path / "z-control" / directory.RUN
+    record = tmp_path / "z-control" / files.RUN
     record.write_text('{"text": "another"}', encoding="utf-8")
     assert verdict.control_of(tmp_path / "fire", recipe, "it") is None
     record.unlink()
-    (tmp_path / "z-control" / directory.MODEL).rmdir()
+    (tmp_path / "z-control" / files.MODEL).rmdir()
     assert verdict.control_of(tmp_path / "fire", recipe, "it") is None
 
 
@@ -128,11 +128,11 @@ def test_the_offered_control_is_a_recipe_that_is_found(
 ) -> None:
     recipe, folder = Recipe.read(words[0], words[1:]), tmp_path / "a run"
     folder.mkdir()
-    (folder / directory.RECIPE).write_text(recipe.text(), encoding="utf-8")
+    (folder / files.RECIPE).write_text(recipe.text(), encoding="utf-8")
     command._say_what_is_there(SimpleNamespace(folder=folder, already=False, verdict=judge(measured(2.0, 1.9), FACTS)))
     offered = next(line for line in capsys.readouterr().out.splitlines() if "hf-posenc train" in line)
     _, _, source, *changes, _, out = shlex.split(offered)
     control = Recipe.read(source, changes)
-    (Path(out) / directory.MODEL).mkdir(parents=True)
-    (Path(out) / directory.RECIPE).write_text(control.text(), encoding="utf-8")
+    (Path(out) / files.MODEL).mkdir(parents=True)
+    (Path(out) / files.RECIPE).write_text(control.text(), encoding="utf-8")
     assert verdict.control_of(folder, recipe, "it") is not None

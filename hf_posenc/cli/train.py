@@ -167,14 +167,14 @@ def _plan(recipe: Recipe) -> str:
     from hf_posenc.recipes.data.windows import load_data
     from hf_posenc.recipes.processes import processes
     from hf_posenc.recipes.runs.facts import Facts, rows
-    from hf_posenc.recipes.schema import suitability
+    from hf_posenc.recipes.schema import checks
     from hf_posenc.recipes.training.adapter import attach, check_targets
     from hf_posenc.recipes.training.stages import stages
 
     config = loading.load_config(recipe.model)
-    suitability.check_unconverted(recipe, config)
-    length, own = suitability.lengths(recipe, config)
-    longest = max(length, (recipe.lengthen.length or length) if recipe.lengthen.steps else 0)
+    checks.check_unconverted(recipe, config)
+    length, own = checks.lengths(recipe, config)
+    longest = max(stage.length or length for stage in recipe.stages().values())
     tokenizer = loading.load_tokenizer(loading.place(recipe.model))
     load_data(recipe.data, tokenizer, length=longest, config=config, checks=True)
     model, conversion, planned = planning.skeleton(config), recipe.conversion, None
@@ -182,9 +182,9 @@ def _plan(recipe: Recipe) -> str:
     if conversion.scheme is not None:
         planned = planning.plan(model, conversion.scheme, **conversion.keywords)
         patching.patch(model, conversion.scheme, **conversion.keywords)
-    suitability.check_tables(recipe, model, length)
+    checks.check_tables(recipe, model, length)
     model, together = attach(model, recipe.adapter), processes()
-    _, estimate = memory.fitted(recipe, model, length, together.device, together.num_processes)
+    _, estimate = memory.micro_batches(recipe, model, length, together.device, together.num_processes)
     facts = Facts.of(
         model,
         recipe,

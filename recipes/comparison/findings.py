@@ -26,7 +26,7 @@ from hf_posenc.recipes.evaluation.request import Request, Subject, check_measure
 from hf_posenc.recipes.intervals import Interval
 from hf_posenc.recipes.loading import load, trained_length
 from hf_posenc.recipes.processes import enough_threads, processes
-from hf_posenc.recipes.runs.directory import MEASUREMENTS, MODEL, record_of
+from hf_posenc.recipes.runs.files import MEASUREMENTS, MODEL, record_of
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.schema.recipe import Recipe
 from hf_posenc.recipes.training.adapter import trained_dtype

@@ -30,9 +30,8 @@ from hf_posenc.recipes.loading import auto_class, load
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.reports import Cell, Table, counted, render, versions
 from hf_posenc.recipes.runs import run
-from hf_posenc.recipes.runs.directory import MODEL, RECIPE, take
-from hf_posenc.recipes.runs.files import check_writable
-from hf_posenc.recipes.schema import fields, suitability
+from hf_posenc.recipes.runs.files import MODEL, RECIPE, check_writable, take
+from hf_posenc.recipes.schema import checks, fields
 from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Evaluation, Recipe, Transfer
 
 REQUEST, RUNS = "comparison.json", "runs"
@@ -243,7 +242,7 @@ def contestants(
             "adapter.kind is 'scheme', but the native model is trained alike and has no weights of a scheme. Give "
             "adapter=lora, or leave it out."
         )
-    length, _ = suitability.lengths(common, config)
+    length, _ = checks.lengths(common, config)
     found = {
         NATIVE: replace(
             common,
@@ -264,7 +263,7 @@ def contestants(
             own = Recipe.read("swap", its_own, config=config)
             # What is kept in force has nothing to transfer.
             own = replace(common, conversion=own.conversion, transfer=own.transfer)
-        suitability.check_unconverted(own, config)
+        checks.check_unconverted(own, config)
         _check_same(name, own, common)
         found[name] = own
     # The examiner measures more after training, by the same measures for all.

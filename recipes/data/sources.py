@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import datasets
 from datasets import Dataset, IterableDataset
@@ -36,9 +36,8 @@ def read(data: Data) -> tuple[Documents, Documents]:
     Raises:
         RecipeError: A source does not exist or holds no text, or the keys contradict each other.
     """
-    held_out = _held_out(data)
-    documents = _source(data)
-    if data.column != TEXT and not any(map(_has_columns, (data.source, data.held_out))):
+    held_out, documents = _held_out(data), _source(data)
+    if data.column != TEXT and not any(name and _has_columns(name) for name in (data.source, data.held_out)):
         raise RecipeError(
             f"The column {data.column!r} of the text is named, but built-in text and .txt files have none. Leave it "
             "out."
@@ -50,11 +49,9 @@ def read(data: Data) -> tuple[Documents, Documents]:
 
 def located(data: Data) -> Data:
     """Return the section with absolute paths of local text, which mean the same in any directory."""
-    return replace(
-        data,
-        source=data.source if data.source == BUILTIN or not _is_local(data.source) else _absolute(data.source),
-        held_out=_absolute(data.held_out) if data.held_out is not None and _holds_out_files(data) else data.held_out,
-    )
+    source = _absolute(data.source) if _origin(data.source) == "files" else data.source
+    held_out = _absolute(data.held_out) if data.held_out and _holds_out_files(data) else data.held_out
+    return replace(data, source=source, held_out=held_out)
 
 
 def expanded(name: str | Path) -> Path:
@@ -66,18 +63,26 @@ def _absolute(name: str) -> str:
     return str(expanded(name).absolute())
 
 
+def _origin(name: str) -> Literal["builtin", "files", "hub"]:
+    """Return where a text is: in local files if the path exists, or the name looks like a path."""
+    if name == BUILTIN:
+        return "builtin"
+    return "files" if expanded(name).exists() or _is_path(name) else "hub"
+
+
 def _source(data: Data) -> Documents:
-    if data.source != BUILTIN and not _is_local(data.source):
+    origin = _origin(data.source)
+    if origin == "hub":
         return _from_hub(data)
-    where = "built-in" if data.source == BUILTIN else "local"
     if data.config is not None or data.split != "train":
         raise RecipeError(
-            f"data.config is {data.config!r} and data.split {data.split!r}, but {where} text has neither, and "
-            f"data.source is {data.source!r}. Leave them out, or start where no file or folder has the name of the "
-            "dataset. data.held_out names the file to measure on."
+            f"data.config is {data.config!r} and data.split {data.split!r}, but "
+            f"{'local' if origin == 'files' else 'built-in'} text has neither, and data.source is {data.source!r}. "
+            "Leave them out, or start where no file or folder has the name of the dataset. data.held_out names the "
+            "file to measure on."
         )
-    if data.source != BUILTIN:
-        return _from_files(Path(data.source), data.column, streaming=data.streaming)
+    if origin == "files":
+        return _from_files(data.source, data.column, streaming=data.streaming)
     return Dataset.from_dict({TEXT: builtin_documents("train")})
 
 
@@ -86,8 +91,8 @@ def _held_out(data: Data) -> Documents | None:
     if data.held_out is None:
         return Dataset.from_dict({TEXT: builtin_documents("heldout")}) if data.source == BUILTIN else None
     if _holds_out_files(data):
-        return _from_files(Path(data.held_out), data.column, streaming=False)
-    if data.source == BUILTIN or _is_local(data.source):
+        return _from_files(data.held_out, data.column, streaming=False)
+    if _origin(data.source) != "hub":
         raise RecipeError(f"data.held_out is {data.held_out!r}, and there is no such file or folder.")
     if data.held_out == data.split:
         raise RecipeError(f"data.held_out is {data.held_out!r}, the split that is trained on; name another.")
@@ -97,13 +102,7 @@ def _held_out(data: Data) -> Documents | None:
 def _holds_out_files(data: Data) -> bool:
     """Whether `held_out` names local files; with a dataset of the hub, a plain name such as "test" is a split."""
     assert data.held_out is not None
-    is_split = data.source != BUILTIN and not _is_local(data.source)
-    return _is_path(data.held_out) if is_split else _is_local(data.held_out)
-
-
-def _is_local(name: str) -> bool:
-    """Whether a name means local files: the path exists, or the name looks like a path."""
-    return expanded(name).exists() or _is_path(name)
+    return _is_path(data.held_out) or (_origin(data.source) != "hub" and expanded(data.held_out).exists())
 
 
 def _is_path(name: str) -> bool:
@@ -115,11 +114,10 @@ def _kind(path: Path) -> str | None:
     return _BUILDERS.get(Path(path.name.removesuffix(".gz")).suffix)
 
 
-def _has_columns(name: str | None) -> bool:
+def _has_columns(name: str) -> bool:
     """Whether a source has columns: a dataset on the hub, or local files other than .txt."""
-    if name is None or name == BUILTIN:
-        return False
-    return not _is_local(name) or _files(expanded(name))[0] != "text"
+    origin = _origin(name)
+    return origin == "hub" or (origin == "files" and _files(expanded(name))[0] != "text")
 
 
 def _files(path: Path) -> tuple[str, list[str]]:
@@ -137,8 +135,8 @@ def _files(path: Path) -> tuple[str, list[str]]:
     return kind, [str(file.resolve()) for file in files if _kind(file) == kind]
 
 
-def _from_files(path: Path, column: str, *, streaming: bool) -> Documents:
-    path = expanded(path)
+def _from_files(name: str, column: str, *, streaming: bool) -> Documents:
+    path = expanded(name)
     kind, named = _files(path)
     if all(Path(file).stat().st_size == 0 for file in named):
         raise RecipeError(f"{path} is empty; expected text.")

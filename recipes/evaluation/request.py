@@ -30,7 +30,7 @@ from hf_posenc.recipes.evaluation.report import Report
 from hf_posenc.recipes.evaluation.text import ordinary_tokens, read_text, token_ids
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.reports import versions
-from hf_posenc.recipes.runs.directory import MODEL, RECIPE
+from hf_posenc.recipes.runs.files import MODEL, RECIPE
 from hf_posenc.recipes.schema.recipe import Data, Recipe
 
 MEASURES = ("perplexity", "needle", "induction", "mqar", "generation")
@@ -57,7 +57,7 @@ class Subject:
     def data(self) -> Data | None:
         """The text of the run that the model comes from; `None` if it comes from none."""
         record = Path(self.source).parent / RECIPE
-        return Recipe.parse(record).data if Path(self.source).name == MODEL and record.is_file() else None
+        return Recipe.read(record).data if Path(self.source).name == MODEL and record.is_file() else None
 
     def has_trained_on(self, text: str) -> bool:
         """Whether the model comes from a run whose training text is in a file or folder, or around it."""

@@ -78,7 +78,7 @@ class Facts:
         if self.came_with:
             return "unchanged since the earlier conversion"
         if conversion.rope:
-            return f"kept, with {', '.join(f'{key}={value}' for key, value in conversion.rope.items())}"
+            return f"kept, with {_listed(conversion.rope, '{}={}')}"
         if conversion.scheme is None or conversion.native == "keep":
             return "kept"
         if conversion.native == "handover":
@@ -98,9 +98,7 @@ class Facts:
     @property
     def reach(self) -> int:
         """Longest text whose positions are trained on."""
-        later = self.recipe.lengthen if self.recipe.lengthen.steps else None
-        longer = (later.length or 0, later.skip_to or 0) if later else ()
-        return max(self.length, self.recipe.training.skip_to or 0, *longer)
+        return max(max(stage.length or self.length, stage.skip_to or 0) for stage in self.recipe.stages().values())
 
     @property
     def teacher(self) -> str | None:
@@ -108,20 +106,18 @@ class Facts:
         wanted = self.recipe.distillation
         parts = [f"loss weight {wanted.share:g}"] * bool(wanted.share)
         parts += [f"hidden-state weight {wanted.hidden:g}"] * bool(wanted.hidden)
-        if not parts:
-            return None
         parts += [f"fading to zero by {wanted.until:.0%} of training"] * bool(wanted.until)
-        return f"{wanted.teacher or 'the original'} ({', '.join(parts)})"
+        return f"{wanted.teacher or 'the original'} ({', '.join(parts)})" if wanted.distils else None
 
     @property
     def trained(self) -> str:
         """Trained weights, in words."""
         adapter = self.recipe.adapter
-        bits = ", on a model in 4 bits" if adapter.four_bit else ""
+        bits = ", on a model in 4 bits" * adapter.four_bit
         if adapter.kind == "lora":
             new = " and the scheme's weights" * bool(self.new_parameters)
             return f"LoRA of rank {adapter.rank}{new}{bits}"
-        return {"none": "all weights", "scheme": f"the scheme's weights alone{bits}"}[adapter.kind]
+        return "all weights" if adapter.kind == "none" else f"the scheme's weights alone{bits}"
 
     @classmethod
     def of(
@@ -152,7 +148,7 @@ class Facts:
             parameters = sum(p.numel() for p in model.parameters())
         groups = record.from_config(inner.config) if recipe.conversion.scheme is None else ()
         warnings = () if plan is None else plan.warnings
-        has_new = bool(plan and plan.parameters)
+        cautions = [restated(warning, "conversion.{}={}", "conversion.options.{}={}") for warning in warnings]
         others = (stage for stage in stages if stage.name != "training")
         return cls(
             recipe=recipe,
@@ -166,14 +162,11 @@ class Facts:
             options={} if plan is None else plan.options,
             layers={} if plan is None else {name: len(layers) for name, layers in plan.layers.items()},
             start=_start(recipe.conversion, plan, is_fitted=not refused),
-            cautions=(
-                *(restated(warning, "conversion.{}={}", "conversion.options.{}={}") for warning in warnings),
-                *([refused] if refused else []),
-            ),
+            cautions=(*cautions, *([refused] if refused else [])),
             device=_device(PartialState().device),
             versions=versions(),
             came_with=tuple(group.scheme for group in groups),
-            stages=tuple(stage.words(has_new=has_new) for stage in stages),
+            stages=tuple(stage.words(has_new=bool(plan and plan.parameters)) for stage in stages),
             other_tokens=sum(stage.recipe.training.steps * stage.tokens(trained_length) for stage in others),
             **known,
         )
@@ -196,8 +189,11 @@ def _start(conversion: Conversion, plan: Plan | None, *, is_fitted: bool) -> str
 def _device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"{device.type.upper()} with {counted(threads, 'thread')}"
+    return f"{device.type.upper()} with {counted(torch.get_num_threads(), 'thread')}"
+
+
+def _listed(values: Mapping[str, Any], form: str) -> str:
+    return ", ".join(form.format(key, value) for key, value in values.items())
 
 
 def print_header(console: Console, facts: Facts) -> None:
@@ -218,10 +214,8 @@ def rows(facts: Facts) -> Iterator[tuple[str, str]]:
     came_with = ", ".join(facts.came_with)
     as_it_is = f"{came_with}, trained on as the model has it" if came_with else "none (the model's own encoding)"
     converted = " and ".join(counted(count, f"{name} layer") for name, count in facts.layers.items())
-    yield "scheme", (facts.encoding or as_it_is) + (f" on {converted}" if converted else "")
-    options = {
-        name: ", ".join(f"{key}={value!r}" for key, value in given.items()) for name, given in facts.options.items()
-    }
+    yield "scheme", (facts.encoding or as_it_is) + f" on {converted}" * bool(converted)
+    options = {name: _listed(given, "{}={!r}") for name, given in facts.options.items()}
     if len(set(options.values())) == 1:
         # One line is enough if all stacks have the same options.
         options = {"": next(iter(options.values()))}

@@ -1,4 +1,13 @@
-"""Checkpoints of a training, complete or absent even after a kill, and the stop that a signal asks for."""
+"""Files of a run: its folder, checkpoints that are complete or absent even after a kill, and the stop by a signal.
+
+OUT/recipe.yaml          full recipe
+OUT/run.json             command, versions, machine, counts, and the recipe again, to detect changes of recipe.yaml
+OUT/measurements.json    measurements so far
+OUT/checkpoints/         complete checkpoints to resume from
+OUT/logs/                TensorBoard logs, if requested
+OUT/table.md, OUT/perplexity.png, OUT/report.html
+OUT/model/               final model or adapter, with tokenizer and card; it appears last, and marks the run as finished
+"""
 
 from __future__ import annotations
 
@@ -13,18 +22,58 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from filelock import BaseFileLock, Timeout
 from transformers import TrainerCallback
 
 from hf_posenc.errors import OptionError, RecipeError
-from hf_posenc.patches.directories import UNFINISHED, publish
+from hf_posenc.patches.directories import UNFINISHED, publish, reading
+
+RECIPE, RUN, MEASUREMENTS = "recipe.yaml", "run.json", "measurements.json"
+CHECKPOINTS, LOGS, MODEL = "checkpoints", "logs", "model"
+# The file stays, but the lock ends with its process, even if that is killed.
+LOCK = f"{CHECKPOINTS}/.lock"
+# Result of the attention transfer, in its folder of checkpoints.
+TRANSFERRED = "transferred.safetensors"
+# Keys of the recipe, of the verdicts of the fit and the transfer, of the micro batches and of the text in run.json.
+KEPT, FIT, TRANSFER, MICRO, TEXT = "recipe", "fit", "transfer", "micro_batch_sizes", "text"
 
 # Last file written into a checkpoint; it holds the sizes of the others.
 MARKER = "complete.json"
-
 # Seconds within which a signal is the same one: some programs send it to a process and to its group.
 _ONCE = 1.0
 
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+def take(lock: BaseFileLock, folder: Path) -> None:
+    """Lock a folder if the place of the lock exists and is not locked yet; raise if another process has the lock."""
+    if lock.is_locked or not Path(lock.lock_file).parent.is_dir():
+        return
+    try:
+        lock.acquire()
+    except Timeout:
+        raise RecipeError(
+            f"{folder} is being written by another process. Wait until that ends, stop it, or choose another folder."
+        ) from None
+    except OSError:
+        pass  # The file system has no locks, or is read-only.
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether a folder holds a recipe and results of its run."""
+    made = (folder / MEASUREMENTS, folder / MODEL, *(folder / CHECKPOINTS).glob("checkpoint-*"))
+    return (folder / RECIPE).is_file() and any(path.exists() for path in made)
+
+
+def record_of(folder: Path) -> dict[str, Any]:
+    """Return the content of run.json."""
+    path = folder / RUN
+    if not path.is_file():
+        return {}
+    advice = " Remove the file to go on without it: what it records of the run so far is lost, and nothing else."
+    with reading(str(path), advice=advice):
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        if not (isinstance(found, dict) and isinstance(found.get("starts", []), list)):
+            raise ValueError("no record of a run")
+    return found
 
 
 def check_writable(folder: Path) -> None:
@@ -49,8 +98,13 @@ def clear(folder: Path) -> None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in a folder, by step."""
-    found = {int(match[1]): path for path in folder.glob("checkpoint-*") if (match := _CHECKPOINT.fullmatch(path.name))}
-    return [path for _, path in sorted(found.items()) if _is_complete(path)]
+    found = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return [path for path in sorted(found, key=step_of) if _is_complete(path)]
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the optimizer step of a checkpoint."""
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def last(folder: Path) -> Path | None:
@@ -112,9 +166,8 @@ class Stop(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self._training = False
+        self._training, self._asked = False, 0.0
         self._then: Callable[[], Any] | None = None
-        self._asked = 0.0
 
     def ask(self, then: Callable[[], Any]) -> bool:
         """Call a function, which must not return, as soon as a checkpoint is saved.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from huggingface_hub import CommitOperationAdd, HfApi
+
 from hf_posenc.errors import RecipeError
-from hf_posenc.recipes.runs.directory import MODEL, RECIPE
+from hf_posenc.recipes.runs.files import MODEL, RECIPE
 
 # The card has the recipe, without local paths.
 _COMPANIONS = ("table.md", "perplexity.png")
@@ -20,9 +22,15 @@ def push(folder: Path, repository: str, *, private: bool = False, revision: str 
     Raises:
         RecipeError: The run is not finished, or the hub refuses.
     """
-    files = _files(folder)
-    from huggingface_hub import CommitOperationAdd, HfApi
-
+    if not (folder / RECIPE).is_file():
+        raise RecipeError(f"{folder} holds no run of a recipe. Give the folder that `hf-posenc train` wrote.")
+    model = folder / MODEL
+    if not model.is_dir():
+        raise RecipeError(
+            f"The run in {folder} is not finished. Go on with it first: hf-posenc resume {shlex.quote(str(folder))}"
+        )
+    files = {name: folder / name for name in _COMPANIONS if (folder / name).is_file()}
+    files |= {path.relative_to(model).as_posix(): path for path in sorted(model.rglob("*")) if path.is_file()}
     api = HfApi()
     try:
         name = api.create_repo(repository, private=private or None, exist_ok=True).repo_id
@@ -36,16 +44,3 @@ def push(folder: Path, repository: str, *, private: bool = False, revision: str 
         words = " ".join(str(error).split()) or type(error).__name__
         raise RecipeError(f"Pushing to {repository} failed: {words}") from error
     return str(done.commit_url)
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """Return the files of a finished run by their path in the repository."""
-    if not (folder / RECIPE).is_file():
-        raise RecipeError(f"{folder} holds no run of a recipe. Give the folder that `hf-posenc train` wrote.")
-    if not (folder / MODEL).is_dir():
-        raise RecipeError(
-            f"The run in {folder} is not finished. Go on with it first: hf-posenc resume {shlex.quote(str(folder))}"
-        )
-    model = folder / MODEL
-    own = {str(path.relative_to(model).as_posix()): path for path in sorted(model.rglob("*")) if path.is_file()}
-    return {name: folder / name for name in _COMPANIONS if (folder / name).is_file()} | own

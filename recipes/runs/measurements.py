@@ -1,7 +1,4 @@
-"""Measurements of a run: the native model, and the converted one before, during and after training.
-
-One file in the run's folder keeps them, so a resumed run measures nothing twice.
-"""
+"""Measurements of a run, kept in a file: the native model, and the converted one before, during and after training."""
 
 from __future__ import annotations
 
@@ -62,7 +59,8 @@ class Measurements:
 
     def course(self) -> list[tuple[int, Grid]]:
         """Return steps and perplexities of the converted model, by step."""
-        return sorted(((step, grid) for step, grid in self._grids.items() if isinstance(step, int)), key=lambda e: e[0])
+        steps = sorted(key for key in self._grids if isinstance(key, int))
+        return [(step, self._grids[step]) for step in steps]
 
     def curve(self, name: str) -> Grid | None:
         """Return the perplexity "native", "before" (step 0) or "after" (last step); `None` if not measured."""
@@ -119,10 +117,10 @@ class Measuring(TrainerCallback):
                 with self._native(model):
                     self.take(NATIVE, model)
             self.take(self._begins, model)
-            return
-        for step, grid in self._measurements.course():
-            if step <= self._begins + state.global_step:
-                self._print(step, grid)
+        else:
+            for step, grid in self._measurements.course():
+                if step <= self._begins + state.global_step:
+                    self._print(step, grid)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Measure at intervals."""
@@ -138,10 +136,11 @@ class Measuring(TrainerCallback):
             return
         means = [grid.at(context).mean for context in grid.points]
         cells = ["-" if math.isnan(mean) else f"{mean:.4g}" for mean in means]
-        rows = [("", str(key) if key == NATIVE else f"step {key}", cells)]
+        rows = [(str(key) if key == NATIVE else f"step {key}", cells)]
         if not self._has_heading:
-            rows.insert(0, ("bold", "tokens read", [f"{context:,}" for context in grid.points]))
-            self._has_heading = True
-        for style, label, row in rows:
+            rows.insert(0, ("tokens read", [f"{context:,}" for context in grid.points]))
+        for label, row in rows:
             line = f"{label:<{_LABEL}}" + "".join(f"{cell:>{_CELL}}" for cell in row)
+            style = "bold" if label == "tokens read" else ""
             self._console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+        self._has_heading = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -47,8 +47,8 @@ class Progress(TrainerCallback):
         self._console, self._tokens, self._text, self._interval = console, tokens, text, interval
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.description}"))
         self._bar = Bar(*columns, console=console, disable=console is None or not console.is_terminal, expand=True)
-        self._loss: float | None = None
-        self._text_loss: float | None = None
+        # The last of each number that was logged.
+        self._logs: dict[str, float] = {}
         self._steps, self._seconds, self._has_estimated = 0, 0.0, False
         self._began = self._shown = time.monotonic()
         self._step_began = self._first_ended = 0.0
@@ -70,7 +70,7 @@ class Progress(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Show the bar; in a resumed run, at the step where it stopped."""
         for logs in state.log_history:
-            self._note(logs)
+            self._logs.update(logs)
         self._steps, self._seconds, self._first_ended = 0, 0.0, 0.0
         self._began = self._shown = time.monotonic()
         self._task = self._bar.add_task("", total=state.max_steps, completed=state.global_step)
@@ -93,11 +93,11 @@ class Progress(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Record the loss, and print a line if it is time and there is no bar."""
-        self._note(logs or {})
+        self._logs.update(logs)
         # The first line with an estimate does not wait. `on_train_end` prints the last line.
         is_first = self._steps > 1 and not self._has_estimated
         is_due = (is_first or time.monotonic() - self._shown >= self._interval) and state.global_step < state.max_steps
-        if "loss" in (logs or {}) and is_due:
+        if "loss" in logs and is_due:
             self._shown, self._has_estimated = time.monotonic(), self._steps > 1
             self._line(state)
 
@@ -106,23 +106,18 @@ class Progress(TrainerCallback):
         self._line(state)
         self._bar.stop()
 
-    def _note(self, logs: Mapping[str, Any]) -> None:
-        self._loss = logs.get("loss", self._loss)
-        self._text_loss = logs.get(self._text, self._text_loss)
-
     def _line(self, state: Any) -> None:
         if self._console is not None and self._bar.disable:
             line = ", ".join([f"step {state.global_step:,}/{state.max_steps:,}", *self._parts(state)])
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _parts(self, state: Any) -> Iterator[str]:
-        if self._loss is not None:
-            yield f"loss {self._loss:.3f}"
-        if self._text_loss is not None:
+        if "loss" in self._logs:
+            yield f"loss {self._logs['loss']:.3f}"
+        if self._text in self._logs:
             # Without a limit, exp would overflow for a model that diverged.
-            yield f"perplexity {math.exp(min(self._text_loss, 700.0)):.4g}"
-        pace = self.pace
-        if pace is not None:
+            yield f"perplexity {math.exp(min(self._logs[self._text], 700.0)):.4g}"
+        if (pace := self.pace) is not None:
             yield f"{pace.tokens:,.0f} tokens/s"
         yield f"{_duration(time.monotonic() - self._began)} elapsed"
         if pace is not None and state.global_step < state.max_steps:

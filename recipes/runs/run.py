@@ -31,37 +31,22 @@ from hf_posenc.patches.directories import UNFINISHED, publish, published, storin
 from hf_posenc.patches.patch import disabled, native_scheme, patch, set_strength
 from hf_posenc.patches.plan import Plan, plan
 from hf_posenc.patches.rotary import native_rope, set_rope
-from hf_posenc.recipes import memory
+from hf_posenc.recipes import loading
+from hf_posenc.recipes.data import sources
 from hf_posenc.recipes.data.windows import Prepared, load_data
 from hf_posenc.recipes.evaluation.generation import Generation, compared
 from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.evaluation.perplexity import context_curve, contexts_for
 from hf_posenc.recipes.loading import is_masked, load
+from hf_posenc.recipes.memory import micro_batches
 from hf_posenc.recipes.processes import enough_threads, processes
 from hf_posenc.recipes.runs import files, report
-from hf_posenc.recipes.runs.claim import check_folder, located
-from hf_posenc.recipes.runs.directory import (
-    CHECKPOINTS,
-    FIT,
-    LOCK,
-    LOGS,
-    MEASUREMENTS,
-    MICRO,
-    MODEL,
-    RECIPE,
-    RUN,
-    TEXT,
-    TRANSFER,
-    TRANSFERRED,
-    has_begun,
-    record_of,
-    take,
-)
 from hf_posenc.recipes.runs.facts import Facts, print_header
+from hf_posenc.recipes.runs.files import CHECKPOINTS, MODEL, RECIPE, RUN, has_begun, record_of
 from hf_posenc.recipes.runs.measurements import NATIVE, Measurements, Measuring
 from hf_posenc.recipes.runs.progress import Pace, Progress
 from hf_posenc.recipes.runs.verdict import Verdict, control_of, judge
-from hf_posenc.recipes.schema import suitability
+from hf_posenc.recipes.schema import checks, fields
 from hf_posenc.recipes.schema.recipe import Recipe, Training
 from hf_posenc.recipes.training.adapter import attach, check_targets, keep_unpacked, quantization, trained_dtype
 from hf_posenc.recipes.training.distillation import Teacher
@@ -117,28 +102,29 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, comma
         PosencError: The conversion failed, as in `patch`.
     """
     recipe.check()
-    recipe = located(recipe)
-    together = processes()
-    if not together.is_main_process:
+    recipe, together = _located(recipe), processes()
+    is_main = together.is_main_process
+    if not is_main:
         console = None
-    check_folder(folder, recipe)
-    lock = FileLock(folder / LOCK, blocking=False)
+    _check_folder(folder, recipe)
+    lock = FileLock(folder / files.LOCK, blocking=False)
     try:
-        if together.is_main_process:
-            take(lock, folder)
-        measurements = Measurements.load(folder / MEASUREMENTS, writes=together.is_main_process)
+        if is_main:
+            files.take(lock, folder)
+        measurements = Measurements.load(folder / files.MEASUREMENTS, writes=is_main)
         if (folder / MODEL).is_dir():
             _say(console, f"{folder} holds a finished run of this recipe; nothing is left to do. See {folder / MODEL}.")
             return Outcome(folder, folder / MODEL, measurements, None, already=True)
         # The trainer would fail on these only after the data is prepared.
         check_loggers(recipe.saving.loggers)
-        divide_batch(recipe.training, together.num_processes)
-        if together.is_main_process:
+        for section, settings in recipe.stages().items():
+            divide_batch(settings, together.num_processes, section=section)
+        if is_main:
             files.check_writable(folder)
         with storing(folder):
             return _Run(recipe, folder, console, command, measurements, lock).complete()
     except StorageError as error:
-        for place in (folder, folder / CHECKPOINTS) if together.is_main_process else ():
+        for place in (folder, folder / CHECKPOINTS) if is_main else ():
             files.clear(place)
         if not (folder / RECIPE).is_file():
             raise
@@ -180,48 +166,51 @@ class _Run:
     lock: BaseFileLock
 
     def __post_init__(self) -> None:
-        folder, record, self.text = self.folder, record_of(self.folder), ""
+        record, self.checkpoints = record_of(self.folder), self.folder / CHECKPOINTS
         self.command = self.command or record.get("command", "")
-        self.fitted: dict[str, Any] | None = record.get(FIT)
-        self.processes = processes()
+        self.fitted: dict[str, Any] | None = record.get(files.FIT)
+        self.transferred: dict[str, Any] | None = record.get(files.TRANSFER)
+        self.processes, self.text = processes(), ""
         # Of the training of all weights, or of what follows it: after that, nothing needs the start.
-        self.checkpoint = files.last(folder / CHECKPOINTS / "lengthen") or files.last(folder / CHECKPOINTS)
-        self.transferred: dict[str, Any] | None = record.get(TRANSFER)
+        self.checkpoint = files.last(self.checkpoints / "lengthen") or files.last(self.checkpoints)
         self.teacher: Teacher | None = None
         # Micro batches round differently, so a resumed run takes those that it began with, whatever memory is free now.
-        transfer = folder / CHECKPOINTS / "transfer"
-        has_begun = self.checkpoint or files.last(transfer) or (transfer / TRANSFERRED).is_file()
-        kept = record.get(MICRO, {}) if has_begun else {}
+        transfer = self.checkpoints / "transfer"
+        has_begun = self.checkpoint or files.last(transfer) or (transfer / files.TRANSFERRED).is_file()
+        kept = record.get(files.MICRO, {}) if has_begun else {}
         self.micro: dict[str, int | None] = kept.get(str(self.processes.num_processes), {})
 
     def complete(self) -> Outcome:
         """Do what is left of the run."""
-        recipe, evaluation = self.recipe, self.recipe.evaluation
+        recipe, evaluation, device = self.recipe, self.recipe.evaluation, self.processes.device
         set_seed(recipe.training.seed)
         model, tokenizer = self._load()
-        suitability.check_unconverted(recipe, model.config)
+        checks.check_unconverted(recipe, model.config)
         check_targets(model, recipe.adapter)
-        length, own_length = suitability.lengths(recipe, model.config)
+        length, own_length = checks.lengths(recipe, model.config)
         micro_batch, _ = divide_batch(recipe.training, self.processes.num_processes)
         # By default TensorBoard writes next to the unfinished checkpoints, which are removed.
-        logs = {_LOGS_VARIABLE: os.environ.get(_LOGS_VARIABLE, self.folder / LOGS)}
+        logs = {_LOGS_VARIABLE: os.environ.get(_LOGS_VARIABLE, self.folder / files.LOGS)}
         with enough_threads(model, micro_batch * length), patch_environment(**logs):
             read = partial(load_data, recipe.data, tokenizer, seed=recipe.training.seed, config=model.config)
-            data = read(length=length)
+            # Of all stages, so that a later one fails before the first one begins.
+            sizes = {stage.length or length for stage in recipe.stages().values()}
+            texts = {size: read(length=size) for size in sizes}
+            data = texts[length]
             self._check_text(data)
             contexts, notes = contexts_for(
                 own_length, len(data.held_out), windows=evaluation.windows, contexts=evaluation.contexts
             )
             planned, as_loaded = self._convert(model)
-            suitability.check_tables(recipe, model, length)
+            checks.check_tables(recipe, model, length)
             if self.checkpoint is None:  # Its weights would replace the fitted ones.
                 self.fitted = self._fit(model, data)
             model = attach(model, recipe.adapter)
-            sized, estimate = self._sized(model, length)
+            micro, memory = micro_batches(recipe, model, length, device, self.processes.num_processes)
+            self.micro = self.micro or micro
             with as_loaded(model) if planned is None else contextlib.nullcontext():
-                self.teacher = teacher_of(model, sized)
-            plans = stages(sized, model)
-            texts = self._texts(plans, data, read)
+                self.teacher = teacher_of(model, recipe)
+            plans = stages(self._sized(), model)
             facts = Facts.of(
                 model,
                 recipe,
@@ -231,7 +220,7 @@ class _Run:
                 processes=self.processes.num_processes,
                 command=self.command,
                 stages=plans,
-                memory=estimate,
+                memory=memory,
                 refused="" if self.fitted is None or self.fitted["accepted"] else self.fitted["sentence"],
             )
             self._claim(facts)
@@ -246,29 +235,20 @@ class _Run:
                         model, data.held_out, contexts, windows=evaluation.windows, corrupt=data.corrupt
                     )
 
+            measuring = partial(Measuring, self.measurements, measure, console=self.console)
             log: list[dict[str, Any]] = []
-            trainer, pace = None, None
             for stage in plans:
                 if stage.name == "transfer":
-                    self._transfer(
-                        stage, model, data, facts, Measuring(self.measurements, measure, console=self.console)
-                    )
+                    self._transfer(stage, model, data, facts, measuring())
                     continue
-                measuring = Measuring(
-                    self.measurements,
-                    measure,
-                    every=evaluation.every,
-                    begins=stage.begins,
-                    native=as_loaded if stage.name == "training" else None,
-                    console=self.console,
-                )
-                windows = texts[stage.recipe.training.length]
-                trainer, pace = self._train(stage, model, windows, facts, measuring, ends=stage is plans[-1])
+                native = as_loaded if stage.name == "training" else None
+                callback = measuring(every=evaluation.every, begins=stage.begins, native=native)
+                windows = texts[stage.recipe.training.length or length]
+                trainer, pace = self._train(stage, model, windows, facts, callback, ends=stage is plans[-1])
                 log += [{**entry, "step": entry["step"] + stage.begins} for entry in trainer.state.log_history]
-            assert trainer is not None
             if self.transferred is not None and not self.transferred["accepted"]:
                 facts = replace(facts, cautions=(*facts.cautions, self.transferred["sentence"]))
-            verdict = judge(self.measurements, facts, control_of(self.folder, sized, self.text))
+            verdict = judge(self.measurements, facts, control_of(self.folder, recipe, self.text))
             if evaluation.prompts:
                 facts = replace(facts, writes=self._compare(model, tokenizer, data))
             results = report.Results(self.measurements, facts, log, pace, verdict)
@@ -279,9 +259,24 @@ class _Run:
         loss = next((entry["loss"] for entry in reversed(log) if "loss" in entry), None)
         return Outcome(self.folder, self.folder / MODEL, self.measurements, loss, verdict=verdict)
 
+    def _load(self) -> tuple[Any, Any]:
+        adapter = self.recipe.adapter
+        packed = quantization(adapter, precision=self.recipe.training.precision)
+        options = {} if packed is None else {"quantization_config": packed}
+        model, tokenizer = load(self.recipe.model, **trained_dtype(adapter), **options)
+        if packed is not None:
+            # `attach` does this too, but `fit` runs before it.
+            keep_unpacked(model)
+        else:
+            # The trainer does this too, but fits and measurements come before it.
+            model.to(self.processes.device)
+        return model, tokenizer
+
     def _check_text(self, data: Prepared) -> None:
-        self.text = _digest(data)
-        if has_begun(self.folder) and record_of(self.folder).get(TEXT, self.text) != self.text:
+        """Raise `RecipeError` if the text is not that with which the run began."""
+        digest = hashlib.blake2b(data.held_out.numpy().tobytes(), digest_size=16).hexdigest()
+        self.text = f"{digest}, {data.tokens} tokens"
+        if has_begun(self.folder) and record_of(self.folder).get(files.TEXT, self.text) != self.text:
             raise RecipeError(
                 f"The text of {self.recipe.data.source} has other tokens than when the run in {self.folder} began, so "
                 "measurements before and after could not be compared. Put it back, or train in another folder."
@@ -302,131 +297,6 @@ class _Run:
         stock = set_rope(model, conversion.rope)
         return None, lambda model: native_rope(model, stock)
 
-    def _sized(self, model: Any, length: int) -> tuple[Recipe, str]:
-        """Return the recipe with micro batches that fit into memory, and the estimated memory of a step, in words."""
-        recipe, estimate = memory.fitted(
-            self.recipe, model, length, self.processes.device, self.processes.num_processes
-        )
-        sections = {name: getattr(recipe, name) for name in ("training", "lengthen")}
-        self.micro = self.micro or {name: section.micro_batch_size for name, section in sections.items()}
-        sized = {name: replace(each, micro_batch_size=self.micro[name]) for name, each in sections.items()}
-        return replace(recipe, **sized), estimate
-
-    def _texts(
-        self, plans: Sequence[Stage], data: Prepared, read: Callable[..., Prepared]
-    ) -> dict[int | None, Prepared]:
-        """Return the text of all stages by the length of windows, so that a later stage fails before the first one."""
-        texts = {self.recipe.training.length: data}
-        for stage in plans:
-            settings = stage.recipe.training
-            divide_batch(settings, self.processes.num_processes, section=stage.name)
-            if settings.length not in texts:
-                texts[settings.length] = read(length=settings.length) if settings.length else data
-        return texts
-
-    def _train(
-        self, stage: Stage, model: Any, data: Prepared, facts: Facts, callback: TrainerCallback, *, ends: bool
-    ) -> tuple[AdaptationTrainer, Pace | None]:
-        """Run a stage that trains a model or its attentions; return its trainer and its pace."""
-        checkpoints, is_main, is_transfer = self._checkpoints(stage), stage.name == "training", stage.name == "transfer"
-        text = "" if is_transfer else "text_loss" if is_main and self.teacher is not None else "loss"
-        with Progress(self.console, stage.tokens(facts.length), text=text) as progress:
-            trainer = adaptation_trainer(
-                model,
-                stage.recipe,
-                data.train,
-                folder=checkpoints.unfinished,
-                collate=data.collate,
-                teacher=self.teacher if is_main else None,
-                callbacks=[callback, progress, checkpoints, files.STOP],
-                saves_end=not (ends or is_transfer),
-            )
-            if ends:
-                # Leave the only reference to the trainer, which frees the teacher when it has faded.
-                self.teacher = None
-            self._go_on(trainer, files.last(checkpoints.folder))
-        return trainer, progress.pace
-
-    def _checkpoints(self, stage: Stage) -> files.WholeCheckpoints:
-        folder = self.folder / CHECKPOINTS
-        return files.WholeCheckpoints(
-            folder if stage.name == "training" else folder / stage.name, keep=self.recipe.saving.keep
-        )
-
-    def _go_on(self, trainer: AdaptationTrainer, checkpoint: Path | None) -> None:
-        """Train from a checkpoint to the end; from one of the last step, do only what follows it."""
-        state = None if checkpoint is None else TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-        if state is None or state.global_step < trainer.args.max_steps:
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-            return
-        trainer._load_from_checkpoint(str(checkpoint))
-        trainer.state = state
-        trainer.callback_handler.on_train_begin(trainer.args, state, trainer.control)
-        trainer.callback_handler.on_train_end(trainer.args, state, trainer.control)
-
-    def _transfer(self, stage: Stage, model: Any, data: Prepared, facts: Facts, measuring: Measuring) -> None:
-        """Run the attention transfer, or read its result, and measure before it; its verdict goes into run.json."""
-        if self.checkpoint is not None:
-            return
-        with disabled(model):
-            measuring.take(NATIVE, model)
-        measuring.take(0, model)
-        recipe, device, teacher = self.recipe, self.processes.device, self.teacher
-        checkpoints = self._checkpoints(stage)
-        result = checkpoints.folder / TRANSFERRED
-        original = teacher.model if teacher is not None and recipe.distillation.teacher is None else None
-        transfer = AttentionTransfer(
-            model,
-            projections=stage.recipe.transfer.projections,
-            original=None if recipe.adapter.kind != "none" else original,
-        )
-        # The trainer places the transfer alone, which holds nothing but attentions.
-        home = model.device
-        transfer.place(device)
-        judged, windows = _set_aside(data.train, stage.recipe.training)
-        collate = data.collate or default_data_collator
-        batches = [{name: value.to(device) for name, value in collate(part).items()} for part in judged]
-        with transfer.training_only():
-            with self._precise():
-                best = BestLayers(transfer, batches)
-            if result.is_file():
-                best.load(result)
-            else:
-                last = files.last(checkpoints.folder)
-                if last is not None:
-                    best.load(last / BEST)
-                self._train(stage, transfer, replace(data, train=windows), facts, best, ends=False)
-            found = best.restore()
-        self.transferred = asdict(found)
-        if self.processes.is_main_process:
-            self._write_record({**record_of(self.folder), TRANSFER: self.transferred})
-            if not result.is_file():
-                checkpoints.folder.mkdir(exist_ok=True)
-                with published(result) as unfinished:
-                    best.save(unfinished)
-        self.processes.wait_for_everyone()
-        transfer.place(home)
-        _say(self.console, found.sentence)
-
-    def _precise(self) -> Any:
-        """Return the context of a forward in the precision of the recipe."""
-        precision = self.recipe.training.precision
-        device = self.processes.device.type
-        return torch.autocast(device, getattr(torch, precision), enabled=precision != "float32")
-
-    def _load(self) -> tuple[Any, Any]:
-        adapter = self.recipe.adapter
-        packed = quantization(adapter, precision=self.recipe.training.precision)
-        options = {} if packed is None else {"quantization_config": packed}
-        model, tokenizer = load(self.recipe.model, **trained_dtype(adapter), **options)
-        if packed is not None:
-            # `attach` does this too, but `fit` runs before it.
-            keep_unpacked(model)
-        else:
-            # The trainer does this too, but fits and measurements come before it.
-            model.to(self.processes.device)
-        return model, tokenizer
-
     def _fit(self, model: Any, data: Prepared) -> dict[str, Any] | None:
         """Fit the start if the recipe says so, and return the verdict for run.json."""
         conversion = self.recipe.conversion
@@ -443,6 +313,114 @@ class _Run:
         _say(self.console, result.sentence)
         return {"accepted": result.accepted, "sentence": result.sentence}
 
+    def _sized(self) -> Recipe:
+        """Return the recipe with its micro batches."""
+        training, lengthen = self.recipe.training, self.recipe.lengthen
+        return replace(
+            self.recipe,
+            training=replace(training, micro_batch_size=self.micro["training"]),
+            lengthen=replace(lengthen, micro_batch_size=self.micro.get("lengthen")),
+        )
+
+    def _claim(self, facts: Facts) -> None:
+        """Create and lock the folder and write recipe and record, now that the recipe is known to work."""
+        if self.processes.is_main_process:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            files.take(self.lock, self.folder)
+            files.clear(self.folder)
+            files.clear(self.checkpoints)
+            write_text(self.folder / RECIPE, self.recipe.text())
+            self._write_record(self._record(facts))
+        self.processes.wait_for_everyone()
+
+    def _record(self, facts: Facts) -> dict[str, Any]:
+        start = {
+            "step": 0 if self.checkpoint is None else files.step_of(self.checkpoint),
+            "processes": self.processes.num_processes,
+            "device": str(self.processes.device),
+            "machine": platform.platform(),
+            "cpus": os.cpu_count(),
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        }
+        there = record_of(self.folder)
+        return {
+            **asdict(facts),
+            files.FIT: self.fitted,
+            files.TRANSFER: self.transferred,
+            files.MICRO: {**there.get(files.MICRO, {}), str(self.processes.num_processes): self.micro},
+            files.TEXT: self.text,
+            "starts": [*there.get("starts", []), start],
+        }
+
+    def _write_record(self, record: dict[str, Any]) -> None:
+        write_text(self.folder / RUN, json.dumps(record, indent=2, default=str) + "\n")
+
+    def _train(
+        self, stage: Stage, model: Any, data: Prepared, facts: Facts, callback: TrainerCallback, *, ends: bool
+    ) -> tuple[AdaptationTrainer, Pace | None]:
+        """Run a stage that trains a model or its attentions; return its trainer and its pace."""
+        is_main, is_transfer = stage.name == "training", stage.name == "transfer"
+        folder = self.checkpoints if is_main else self.checkpoints / stage.name
+        checkpoints = files.WholeCheckpoints(folder, keep=self.recipe.saving.keep)
+        text = "" if is_transfer else "text_loss" if is_main and self.teacher is not None else "loss"
+        with Progress(self.console, stage.tokens(facts.length), text=text) as progress:
+            trainer = adaptation_trainer(
+                model,
+                stage.recipe,
+                data.train,
+                folder=checkpoints.unfinished,
+                collate=data.collate,
+                teacher=self.teacher if is_main else None,
+                callbacks=[callback, progress, checkpoints, files.STOP],
+                saves_end=not (ends or is_transfer),
+            )
+            if ends:
+                # Leave the only reference to the trainer, which frees the teacher when it has faded.
+                self.teacher = None
+            _go_on(trainer, files.last(folder))
+        return trainer, progress.pace
+
+    def _transfer(self, stage: Stage, model: Any, data: Prepared, facts: Facts, measuring: Measuring) -> None:
+        """Run the attention transfer, or read its result, and measure before it; its verdict goes into run.json."""
+        if self.checkpoint is not None:
+            return
+        with disabled(model):
+            measuring.take(NATIVE, model)
+        measuring.take(0, model)
+        folder, teacher, device = self.checkpoints / "transfer", self.teacher, self.processes.device
+        result = folder / files.TRANSFERRED
+        original = teacher.model if teacher is not None and self.recipe.distillation.teacher is None else None
+        transfer = AttentionTransfer(model, projections=stage.recipe.moves_projections, original=original)
+        judged, windows = _set_aside(data.train, stage.recipe.training)
+        collate = data.collate or default_data_collator
+        batches = [{name: value.to(device) for name, value in collate(part).items()} for part in judged]
+        with transfer.training_only():
+            with self._precise():
+                best = BestLayers(transfer, batches)
+            if result.is_file():
+                best.load(result)
+            else:
+                last = files.last(folder)
+                if last is not None:
+                    best.load(last / BEST)
+                self._train(stage, transfer, replace(data, train=windows), facts, best, ends=False)
+            found = best.restore()
+        self.transferred = asdict(found)
+        if self.processes.is_main_process:
+            self._write_record({**record_of(self.folder), files.TRANSFER: self.transferred})
+            if not result.is_file():
+                folder.mkdir(exist_ok=True)
+                with published(result) as unfinished:
+                    best.save(unfinished)
+        self.processes.wait_for_everyone()
+        _say(self.console, found.sentence)
+
+    def _precise(self) -> Any:
+        """Return the context of a forward in the precision of the recipe."""
+        precision = self.recipe.training.precision
+        device = self.processes.device.type
+        return torch.autocast(device, getattr(torch, precision), enabled=precision != "float32")
+
     def _compare(self, model: Any, tokenizer: Any, data: Prepared) -> str:
         """Compare what the trained model and the original write, in words."""
         if is_masked(model):
@@ -454,35 +432,6 @@ class _Run:
             sentence = compared(generation(original.to(model.device)), generation(model))
         _say(self.console, sentence)
         return sentence
-
-    def _claim(self, facts: Facts) -> None:
-        """Create and lock the folder and write recipe and record, now that the recipe is known to work."""
-        if self.processes.is_main_process:
-            (self.folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-            take(self.lock, self.folder)
-            files.clear(self.folder)
-            files.clear(self.folder / CHECKPOINTS)
-            write_text(self.folder / RECIPE, self.recipe.text())
-            self._write_record(self._record(facts))
-        self.processes.wait_for_everyone()
-
-    def _write_record(self, record: dict[str, Any]) -> None:
-        write_text(self.folder / RUN, json.dumps(record, indent=2, default=str) + "\n")
-
-    def _record(self, facts: Facts) -> dict[str, Any]:
-        start = {
-            "step": 0 if self.checkpoint is None else int(self.checkpoint.name.rpartition("-")[2]),
-            "processes": self.processes.num_processes,
-            "device": str(self.processes.device),
-            "machine": platform.platform(),
-            "cpus": os.cpu_count(),
-            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        }
-        there = record_of(self.folder)
-        micro = {**there.get(MICRO, {}), str(self.processes.num_processes): self.micro}
-        verdicts = {FIT: self.fitted, TRANSFER: self.transferred}
-        known = {**verdicts, MICRO: micro, TEXT: self.text}
-        return {**asdict(facts), **known, "starts": [*there.get("starts", []), start]}
 
     def _save(self, trainer: AdaptationTrainer, tokenizer: Any, results: report.Results) -> None:
         """Write the final model, its tokenizer and its card atomically."""
@@ -499,9 +448,58 @@ class _Run:
             card = unfinished / "README.md"
             existing = card.read_text(encoding="utf-8") if card.exists() else ""
             card.write_text(report.model_card(results, existing), encoding="utf-8")
-            files.clear(self.folder / CHECKPOINTS)
+            files.clear(self.checkpoints)
             publish(unfinished, self.folder / MODEL)
         self.processes.wait_for_everyone()
+
+
+def _go_on(trainer: AdaptationTrainer, checkpoint: Path | None) -> None:
+    """Train from a checkpoint to the end; from one of the last step, do only what follows it."""
+    state = None if checkpoint is None else TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    if state is None or state.global_step < trainer.args.max_steps:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        return
+    trainer._load_from_checkpoint(str(checkpoint))
+    trainer.state = state
+    trainer.callback_handler.on_train_begin(trainer.args, state, trainer.control)
+    trainer.callback_handler.on_train_end(trainer.args, state, trainer.control)
+
+
+# -- the folder --------------------------------------------------------------------------------------------------------
+
+
+def _check_folder(folder: Path, recipe: Recipe) -> None:
+    """Raise unless a folder may hold the run of a recipe: it is new or empty, or holds a run of the same recipe."""
+    if folder.exists() and not folder.is_dir():
+        raise RecipeError(f"{folder} exists and is a file. Choose another name for the run.")
+    if not folder.parent.is_dir():
+        raise RecipeError(f"There is no directory {folder.parent} to make {folder.name} in. Make it first.")
+    if has_begun(folder):
+        kept, now = record_of(folder).get(files.KEPT), recipe.flat()
+        # Without run.json, recipe.yaml says what there was.
+        there = Recipe.read(folder / RECIPE) if kept is None else fields.build(Recipe, kept, where=str(folder / RUN))
+        before = _located(there).flat()
+        changes = [f"{key} was {before[key]!r} and is {now[key]!r}" for key in now if now[key] != before[key]]
+        if changes:
+            raise RecipeError(
+                f"{folder} holds a run that began with another recipe: {'; '.join(changes)}. Put back what was there "
+                f"(also in {RECIPE}), or train the changed recipe in another folder."
+            )
+        return
+    others = [] if not folder.is_dir() or (folder / RECIPE).is_file() else list(folder.iterdir())
+    if any(not path.name.startswith(UNFINISHED) and path.name != CHECKPOINTS for path in others):
+        raise RecipeError(f"{folder} exists, and holds no run of a recipe. Choose another folder, or empty this one.")
+
+
+def _located(recipe: Recipe) -> Recipe:
+    """Return a recipe with absolute paths: its run may be resumed and measured in another directory."""
+    teacher = recipe.distillation.teacher
+    return replace(
+        recipe,
+        model=loading.located(recipe.model),
+        data=sources.located(recipe.data),
+        distillation=replace(recipe.distillation, teacher=teacher and loading.located(teacher)),
+    )
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
@@ -543,9 +541,3 @@ def _tell_length(model: Any, tokenizer: Any, length: int) -> None:
     )
     if parameters and not computes and config.max_position_embeddings < length:
         config.max_position_embeddings = length
-
-
-def _digest(data: Prepared) -> str:
-    """Return what tells a text from another: a digest of what is held out, and the number of tokens to train on."""
-    held_out = hashlib.blake2b(data.held_out.numpy().tobytes(), digest_size=16).hexdigest()
-    return f"{held_out}, {data.tokens} tokens"

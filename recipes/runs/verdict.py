@@ -22,12 +22,13 @@ from typing import Any, Literal
 from hf_posenc.errors import PosencError
 from hf_posenc.recipes.evaluation.grid import RATIO, Grid
 from hf_posenc.recipes.intervals import Interval
-from hf_posenc.recipes.runs.directory import MEASUREMENTS, MODEL, RECIPE, TEXT, record_of
 from hf_posenc.recipes.runs.facts import Facts
+from hf_posenc.recipes.runs.files import MEASUREMENTS, MODEL, RECIPE, TEXT, record_of
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.schema.recipe import Recipe
 
 HOLDS = 1.10
+Grade = Literal["better", "as good", "worse"]
 # Settings of a training that a control does without, or that change no result.
 _OF_A_SWAP = dict.fromkeys(("micro_batch_size", "gradient_checkpointing", "skip_to", "scheme_learning_rate"))
 
@@ -43,7 +44,7 @@ class Verdict:
         wants_control: Whether a control would tell more.
     """
 
-    grade: Literal["better", "as good", "worse"]
+    grade: Grade
     is_bad: bool
     sentences: tuple[str, ...]
     advice: str
@@ -68,9 +69,7 @@ def judge(measurements: Measurements, facts: Facts, control: Measurements | None
     ratio = after.relative_to(rival).at(length)
     is_bad = not ratio.mean <= HOLDS
     is_sure = ratio.high < 1 or ratio.low > 1
-    grade: Literal["better", "as good", "worse"] = (
-        "worse" if is_bad or ratio.low > 1 else "better" if is_sure else "as good"
-    )
+    grade: Grade = "worse" if is_bad or ratio.low > 1 else "better" if is_sure else "as good"
     words = "as good as" if grade == "as good" else f"{'significantly ' * is_sure}{grade} than"
     first = f"{facts.encoding or 'the trained model'} is {words} {other}"
     if grade == "as good" and ratio.high > HOLDS:
@@ -84,8 +83,8 @@ def judge(measurements: Measurements, facts: Facts, control: Measurements | None
         *_unmeasured(after, facts),
     )
     # Of the scheme's weights alone, nothing is left to train in a control.
-    trains = facts.encoding is not None and not _trains_scheme_alone(facts)
-    alone = rival is native and trains and not is_bad
+    has_control = facts.encoding is not None and facts.trained_parameters != facts.new_parameters
+    alone = rival is native and has_control and not is_bad
     return Verdict(grade, is_bad, sentences, _advice(facts, ratio, is_bad=is_bad, alone=alone), alone)
 
 
@@ -103,15 +102,14 @@ def _near(after: Grid, rival: Grid, length: int) -> Iterator[str]:
 
 
 def _far(after: Grid, rival: Grid, other: str, length: int) -> Iterator[str]:
-    """Return the sentence on the longest text."""
+    """Yield the sentence on the longest text."""
     farthest = max(after.points)
     if farthest <= length:
         return
+    own = f"{RATIO.say(RATIO.interval(after.values(farthest) - after.values(length)))} of its own at {length:,}"
     if not after.reads(farthest):
         yield f"It cannot read {farthest:,} tokens."
-        return
-    own = f"{RATIO.say(RATIO.interval(after.values(farthest) - after.values(length)))} of its own at {length:,}"
-    if rival.reads(farthest):
+    elif rival.reads(farthest):
         share = RATIO.say(after.relative_to(rival).at(farthest))
         yield f"At {farthest:,} tokens its perplexity is {share} of that one's, and {own}."
     else:
@@ -128,17 +126,14 @@ def _unmeasured(after: Grid, facts: Facts) -> Iterator[str]:
         )
 
 
-def _trains_scheme_alone(facts: Facts) -> bool:
-    return facts.trained_parameters == facts.new_parameters
-
-
 def _advice(facts: Facts, ratio: Interval, *, is_bad: bool, alone: bool) -> str:
     if not math.isfinite(ratio.mean):
         return "The training diverged. Train again with lower rates: training.learning_rate, scheme_learning_rate."
     if is_bad:
-        keep = ", or with the native encoding kept (conversion.native=keep)" if facts.fate != "kept" else ""
+        keep = ", or with the native encoding kept (conversion.native=keep)" * (facts.fate != "kept")
         longer = f"it longer (steps={4 * facts.recipe.training.steps})"
-        more = "more weights (adapter=lora)" if _trains_scheme_alone(facts) else longer
+        trains_scheme_alone = facts.trained_parameters == facts.new_parameters
+        more = "more weights (adapter=lora)" if trains_scheme_alone else longer
         return f"It is not ready for use. Train {more}{keep}."
     if alone:
         return (

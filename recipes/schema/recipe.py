@@ -12,7 +12,7 @@ from pydantic import AllowInfNan, ConfigDict, Strict, StringConstraints
 
 from hf_posenc.errors import RecipeError
 from hf_posenc.recipes import library
-from hf_posenc.recipes.schema import consistency, fields
+from hf_posenc.recipes.schema import fields
 
 Whole = Annotated[int, Strict()]
 Number = Annotated[float, Strict(), AllowInfNan(False)]
@@ -33,6 +33,10 @@ Indices = Annotated[list[Whole], MinLen(1)]
 Pattern = Annotated[str, StringConstraints(pattern="^every:[1-9][0-9]*$")]
 Stacks = Annotated[list[Literal["encoder", "decoder"]], MinLen(1)]
 Schedule = Literal["cosine", "linear", "inverse_sqrt", "cosine_with_restarts", "constant_with_warmup", "constant"]
+StageName = Literal["transfer", "training", "lengthen"]
+
+# Steps of a transfer that `conversion.fit: attention` asks for.
+_FITTING = 150
 
 
 class Section:
@@ -76,6 +80,11 @@ class Conversion(Section):
         """Keywords of `patch`."""
         native = "keep" if self.native == "handover" else self.native
         return {"native": native, "layers": self.layers, "stacks": self.stacks, **self.options}
+
+    @property
+    def anneals(self) -> bool:
+        """Whether the scheme is brought in gradually."""
+        return self.scheme is not None and self.options.get("anneal") is True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +153,11 @@ class Training(Section):
     gradient_checkpointing: Switch = False
     seed: Seed = 0
 
+    @property
+    def warmup_steps(self) -> int:
+        """Number of warmup steps."""
+        return round(self.warmup * self.steps)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer(Section):
@@ -205,6 +219,11 @@ class Distillation(Section):
     hidden: Amount = 0.0
     until: Share = 0.0
     teacher: Name | None = None
+
+    @property
+    def distils(self) -> bool:
+        """Whether there is a teacher."""
+        return self.share > 0 or self.hidden > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,12 +310,35 @@ class Recipe(Section):
     evaluation: Evaluation = field(default_factory=Evaluation)
     saving: Saving = field(default_factory=Saving)
 
+    def stages(self) -> dict[StageName, Training]:
+        """Return the settings of each stage by its section, in their order."""
+        training, transfer, lengthen = self.training, self.transfer, self.lengthen
+        found: dict[StageName, Training] = {}
+        if transfer.steps or self.conversion.fit == "attention":
+            found["transfer"] = replace(
+                training,
+                steps=transfer.steps or _FITTING,
+                skip_to=None,
+                batch_size=transfer.batch_size or training.batch_size,
+                micro_batch_size=transfer.micro_batch_size
+                or (None if transfer.batch_size else training.micro_batch_size),
+                learning_rate=transfer.learning_rate,
+                scheme_learning_rate=transfer.scheme_learning_rate,
+                gradient_checkpointing=False,
+            )
+        found["training"] = training
+        if lengthen.steps:
+            inherited = {
+                "length": lengthen.length or training.length,
+                "batch_size": lengthen.batch_size or training.batch_size,
+            }
+            found["lengthen"] = replace(training, **(vars(lengthen) | inherited))
+        return found
+
     @property
-    def lengthening(self) -> Training:
-        """The settings of the long windows."""
-        training, own = self.training, self.lengthen
-        usual = {"length": own.length or training.length, "batch_size": own.batch_size or training.batch_size}
-        return replace(training, **(vars(own) | usual))
+    def moves_projections(self) -> bool:
+        """Whether the attention transfer trains the whole attention, and not the scheme alone."""
+        return self.transfer.projections and self.conversion.fit != "attention"
 
     @classmethod
     def read(cls, source: str | Path, overrides: Sequence[str] = (), *, config: Any = None) -> Recipe:
@@ -313,32 +355,27 @@ class Recipe(Section):
                 other, or its scheme or options do not exist.
             CheckpointError: The config of the model cannot be read.
         """
-        recipe = cls.parse(source, overrides, config=config)
-        consistency.check_scheme(recipe, str(source))
-        return recipe
+        # torch comes with these, and is not needed for the keys alone.
+        from hf_posenc.recipes import goals
+        from hf_posenc.recipes.schema import checks
 
-    @classmethod
-    def parse(cls, source: str | Path, overrides: Sequence[str] = (), *, config: Any = None) -> Recipe:
-        """Read a recipe like `read`, but without checking its scheme: a file is read without importing torch."""
         if library.is_file(source):
             content = fields.parse(library.content(source), str(source))
             if not isinstance(content, dict):
                 kind = "empty" if content is None else f"a {type(content).__name__}"
                 raise RecipeError(f"{source} is {kind}; expected keys, such as model and conversion.")
         else:
-            # This imports torch.
-            from hf_posenc.recipes import goals
-
             content, overrides = goals.resolve(cls, str(source), overrides, config)
         recipe = fields.build(cls, content, where=str(source), overrides=overrides)
-        consistency.check(recipe, str(source))
+        checks.check(recipe, str(source))
         return recipe
 
     def check(self) -> None:
         """Raise `RecipeError` as `read` does, for a recipe that was made in Python."""
+        from hf_posenc.recipes.schema import checks
+
         fields.build(type(self), asdict(self), where="the recipe")
-        consistency.check(self, "the recipe")
-        consistency.check_scheme(self, "the recipe")
+        checks.check(self, "the recipe")
 
     def flat(self) -> dict[str, Any]:
         """Return all values by their keys, such as `training.steps`."""

@@ -19,6 +19,7 @@ from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.patch import disabled, evaluating
 from hf_posenc.recipes.evaluation.predictions import hooked
 from hf_posenc.recipes.loading import is_masked
+from hf_posenc.recipes.schema.checks import additive
 from hf_posenc.recipes.training.starts import check_windows, held_out, kept, mean_loss, verdict
 from hf_posenc.schemes.families.additive import AdditiveBias, Buckets
 
@@ -172,11 +173,6 @@ def _loss(model: PreTrainedModel, ids: Tensor, corrupt: Callable[[Tensor], Tenso
     if corrupt is not None and is_masked(model):
         ids = ids.masked_fill(inputs == ids, -100)
     return mean_loss(model, {"input_ids": inputs, "labels": ids})
-
-
-def additive() -> list[str]:
-    """Return the names of the additive schemes."""
-    return [name for name, info in registry.schemes().items() if issubclass(info.cls, AdditiveBias)]
 
 
 def _heads(model: PreTrainedModel, ids: Tensor, block: Block) -> dict[nn.Module, tuple[Tensor, Tensor]]:

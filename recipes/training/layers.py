@@ -12,10 +12,10 @@ from transformers import PreTrainedModel, default_data_collator
 from hf_posenc.errors import OptionError
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.patch import patch, unpatch
-from hf_posenc.patches.surgery import SHARED
+from hf_posenc.patches.surgery import SHARED, is_patched
 from hf_posenc.recipes.data.collation import Corruptor
 from hf_posenc.recipes.training.starts import check_windows, held_out, kept, mean_loss
-from hf_posenc.recipes.training.transfer import match, original_of, places_of
+from hf_posenc.recipes.training.transfer import match, places_of
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,12 @@ def layer_costs(
     check_windows("layer_costs", model, ids, least=2)
     if len(ids) < 2:
         raise OptionError(f"layer_costs: got {len(ids)} window; expected 2 or more, one of them to measure on.")
-    architecture = of_model(model)
-    patch(model, scheme, **(options or {}))
-    try:
-        with kept(list(model.parameters())) as put_back:
+    architecture, encodes = of_model(model), model.config.is_encoder_decoder
+    collate, held = hides or default_data_collator, ids[-held_out(len(ids), most=batch_size) :]
+    measured = collate([{"input_ids": row, "labels": row} for row in held])
+    with kept(list(model.parameters())) as put_back:
+        try:
+            patch(model, scheme, **(options or {}))
             found = match(
                 model,
                 ids,
@@ -108,26 +110,23 @@ def layer_costs(
                 progress=progress,
             )
             trained = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
+            places, costs = places_of(model, architecture), []
+            unpatch(model)
             put_back()
-        twin, places = original_of(model, architecture), places_of(model, architecture)
-        measured = (hides or default_data_collator)(
-            [{"input_ids": row, "labels": row} for row in ids[-held_out(len(ids), most=batch_size) :]]
-        )
-        native = mean_loss(twin, measured)
-        costs = []
-        for index, (stack, layer) in enumerate(places):
-            stacks = [stack] if twin.config.is_encoder_decoder else None
-            with kept(list(twin.parameters())) as put_back:
-                patch(twin, scheme, layers=[layer], stacks=stacks, **(options or {}))
-                attention = architecture.attentions(architecture.stacks(twin)[stack])[layer]
-                prefix = next(name for name, module in twin.named_modules() if module is attention)
-                names = [n for n in twin.state_dict() if n.startswith(f"{prefix}.") or SHARED in n.split(".")]
-                twin.load_state_dict({name: trained[name] for name in names}, strict=False)
-                costs.append(LayerCost(stack, layer, found.after[index], mean_loss(twin, measured) - native))
-                unpatch(twin)
+            native = mean_loss(model, measured)
+            for index, (stack, layer) in enumerate(places):
+                patch(model, scheme, layers=[layer], stacks=[stack] if encodes else None, **(options or {}))
+                attention = architecture.attentions(architecture.stacks(model)[stack])[layer]
+                prefix = next(name for name, module in model.named_modules() if module is attention)
+                names = [n for n in model.state_dict() if n.startswith(f"{prefix}.") or SHARED in n.split(".")]
+                model.load_state_dict({name: trained[name] for name in names}, strict=False)
+                costs.append(LayerCost(stack, layer, found.after[index], mean_loss(model, measured) - native))
+                unpatch(model)
                 put_back()
-            if progress is not None:
-                progress(steps + index + 1)
-    finally:
-        unpatch(model)
+                if progress is not None:
+                    progress(steps + index + 1)
+        finally:
+            if is_patched(model):
+                unpatch(model)
+            put_back()
     return LayerCosts(scheme, native, tuple(costs))

@@ -9,14 +9,12 @@ from typing import Literal, NamedTuple
 from torch import nn
 
 from hf_posenc.recipes.reports import counted
-from hf_posenc.recipes.schema.recipe import Distillation, Recipe, Training
+from hf_posenc.recipes.schema.recipe import Distillation, Recipe, StageName, Training
 from hf_posenc.scheme import Scheme
 
 # "fit" is a transfer that trains the scheme alone.
-Name = Literal["fit", "transfer", "training", "lengthen"]
+Name = StageName | Literal["fit"]
 
-# Steps of a transfer that `conversion.fit: attention` asks for.
-_FITTING = 150
 _WORDS = {"transfer": "attention transfer", "training": "training", "lengthen": "long windows"}
 # Parameters of the model at which the rates below are the best of a grid, see benchmarks/results/rates.md.
 _SIZE = 470_000
@@ -78,14 +76,9 @@ class Stage:
         begins: Optimizer steps of the stages before it.
     """
 
-    name: Name
+    name: StageName
     recipe: Recipe
     begins: int
-
-    @property
-    def title(self) -> str:
-        """Name in words."""
-        return _WORDS[self.name]
 
     def tokens(self, length: int) -> int:
         """Return the tokens of a step; `length` is that of windows whose length is null."""
@@ -97,37 +90,22 @@ class Stage:
         training = self.recipe.training
         size = f"{counted(training.steps, 'step')} x {counted(training.batch_size, 'window')}"
         rates = f"rate {training.learning_rate:.2g}"
-        is_fit = self.name == "transfer" and not self.recipe.transfer.projections
+        is_fit = self.name == "transfer" and not self.recipe.moves_projections
         if is_fit or self.recipe.adapter.kind == "scheme":  # nothing of the model is trained
             rates = f"rate {training.scheme_learning_rate:.2g} (scheme)"
         elif has_new:
             rates = f"rates {training.learning_rate:.2g} and {training.scheme_learning_rate:.2g} (scheme)"
-        return f"{self.title}: {size}, {rates}"
+        return f"{_WORDS[self.name]}: {size}, {rates}"
 
 
 def stages(recipe: Recipe, model: nn.Module) -> list[Stage]:
     """Return the stages of a recipe for a model, from whose size rates follow that are null."""
-    training, transfer, lengthen = recipe.training, recipe.transfer, recipe.lengthen
-    # What the training of all weights has, and the other stages do not.
+    # The training alone has a teacher, and brings in the scheme.
     plain = replace(recipe, conversion=replace(recipe.conversion, scheme=None), distillation=Distillation())
-    found: list[Stage] = []
-    if recipe.conversion.fit == "attention":
-        transfer = replace(transfer, steps=transfer.steps or _FITTING, projections=False)
-    if transfer.steps:
-        settings = replace(
-            training,
-            steps=transfer.steps,
-            skip_to=None,
-            batch_size=transfer.batch_size or training.batch_size,
-            micro_batch_size=transfer.micro_batch_size or (None if transfer.batch_size else training.micro_batch_size),
-            learning_rate=transfer.learning_rate,
-            scheme_learning_rate=transfer.scheme_learning_rate,
-            gradient_checkpointing=False,
-        )
-        settings = with_rates(settings, model, "transfer" if transfer.projections else "fit")
-        found.append(Stage("transfer", replace(plain, transfer=transfer, training=settings), 0))
-    found.append(Stage("training", replace(recipe, training=with_rates(training, model)), transfer.steps))
-    if lengthen.steps:
-        settings = with_rates(recipe.lengthening, model, "lengthen")
-        found.append(Stage("lengthen", replace(plain, training=settings), transfer.steps + training.steps))
+    found, begins = [], 0
+    for name, settings in recipe.stages().items():
+        kind: Name = "fit" if name == "transfer" and not recipe.moves_projections else name
+        base = recipe if name == "training" else plain
+        found.append(Stage(name, replace(base, training=with_rates(settings, model, kind)), begins))
+        begins += settings.steps
     return found

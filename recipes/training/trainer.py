@@ -20,8 +20,7 @@ from hf_posenc.errors import RecipeError
 from hf_posenc.recipes.data.collation import Collator, PositionSkipping
 from hf_posenc.recipes.loading import load
 from hf_posenc.recipes.processes import processes
-from hf_posenc.recipes.schema.consistency import anneals, warmup_steps
-from hf_posenc.recipes.schema.recipe import Distillation, Recipe, Training
+from hf_posenc.recipes.schema.recipe import Recipe, Training
 from hf_posenc.recipes.training.callbacks import Annealing, Handover, parameter_groups
 from hf_posenc.recipes.training.distillation import Distilling, Teacher
 from hf_posenc.recipes.training.stages import with_rates
@@ -56,7 +55,7 @@ def adaptation_trainer(
     own: list[TrainerCallback] = [LogAndSave(saves_end=saves_end)]
     if conversion.scheme is not None and conversion.native == "handover":
         own.append(Handover(conversion.handover))
-    if anneals(conversion):
+    if conversion.anneals:
         own.append(Annealing(conversion.anneal))
     collate = collate or default_data_collator
     if training.skip_to is not None:
@@ -80,17 +79,12 @@ def adaptation_trainer(
 def teacher_of(model: Any, recipe: Recipe) -> Teacher | None:
     """Return the teacher of a model that has its adapter but is not trained yet; `None` if the recipe has none."""
     distillation = recipe.distillation
-    if not distillation.share and not distillation.hidden:
+    if not distillation.distils:
         return None
-    if distillation.teacher is not None:
-        return Teacher(_other_teacher(model, distillation))
-    if recipe.conversion.scheme is None:
-        return Teacher(copy.deepcopy(model).requires_grad_(False))
-    return Teacher.copy_of(model) if recipe.adapter.kind == "none" else Teacher.within(model)
-
-
-def _other_teacher(model: Any, distillation: Distillation) -> Any:
-    assert distillation.teacher is not None
+    if distillation.teacher is None:
+        if recipe.conversion.scheme is None:
+            return Teacher(copy.deepcopy(model).requires_grad_(False))
+        return Teacher.copy_of(model) if recipe.adapter.kind == "none" else Teacher.within(model)
     other, _ = load(distillation.teacher, dtype=torch.float32)
     for name in ("vocab_size", *(("hidden_size", "num_hidden_layers") if distillation.hidden else ())):
         here, there = (getattr(config, name, None) for config in (model.config, other.config))
@@ -100,7 +94,7 @@ def _other_teacher(model: Any, distillation: Distillation) -> Any:
                 f"{here}. Give a model of the same vocabulary, and of the same shape where hidden states are learned "
                 "from."
             )
-    return other.requires_grad_(False)
+    return Teacher(other.requires_grad_(False))
 
 
 def check_loggers(loggers: Sequence[str]) -> None:
@@ -127,7 +121,7 @@ def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         weight_decay=training.weight_decay,
         adam_beta2=_ADAM_BETA2,
         lr_scheduler_type=training.schedule,
-        warmup_steps=warmup_steps(training),
+        warmup_steps=training.warmup_steps,
         max_grad_norm=training.max_grad_norm,
         bf16=training.precision == "bfloat16",
         fp16=training.precision == "float16",

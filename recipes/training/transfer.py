@@ -28,8 +28,6 @@ from hf_posenc.recipes.training.starts import check_windows, held_out, kept, ver
 from hf_posenc.scheme import Scheme
 
 Inputs = dict[str, Any]
-# Input and output of each attention, both `[B, S, E]`.
-Traffic = list[tuple[Tensor, Tensor]]
 
 # Checks of the held-out distances during a transfer.
 _CHECKS = 5
@@ -121,11 +119,6 @@ class AttentionTransfer(nn.Module):
         super().train(False)
         return self
 
-    def place(self, device: torch.device) -> None:
-        """Move the model, and the original, to a device."""
-        for model in (self._model[0], *self._twin):
-            model.to(device)
-
     @contextlib.contextmanager
     def training_only(self) -> Iterator[None]:
         """Restrict gradients to the trained weights and turn dropout off; afterwards restore both."""
@@ -174,39 +167,6 @@ class AttentionTransfer(nn.Module):
     def _errors(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the mean squares of the difference from the original's outputs, and of these, both `[layers]`."""
         given, masks = self._given(*inputs)
-        original = self._traffic(given)
-        found: dict[nn.Module, Tensor] = {}
-        place = {attention: index for index, attention in enumerate(self.attentions)}
-
-        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            hidden, _ = original[place[module]]
-            return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
-
-        def after(module: nn.Module, args: Any, output: Any) -> Any:
-            index = place[module]
-            difference = output[0].float() - original[index][1].float()
-            found[module] = mean_of_counted(difference.square().mean(-1), masks.get(self._stacks[index]))
-            # Later modules need no graph, since the next attention gets the original's input.
-            return (output[0].detach(), *output[1:])
-
-        with hooked(self.attentions, before, after), self._without_feed_forwards():
-            self._inner[0].base_model(**given, use_cache=False)
-        sizes = [
-            mean_of_counted(wrote.float().square().mean(-1), masks.get(stack)).clamp_min(1e-12)
-            for stack, (_, wrote) in zip(self._stacks, original, strict=True)
-        ]
-        return torch.stack([found[attention] for attention in self.attentions]), torch.stack(sizes)
-
-    def _traffic(self, given: Inputs) -> Traffic:
-        read: dict[nn.Module, Tensor] = {}
-        written: dict[nn.Module, Tensor] = {}
-
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            read[module] = args[0] if args else kwargs["hidden_states"]
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            written[module] = output[0]
-
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             model = self._twin[0] if self._twin else self._inner[0]
@@ -214,30 +174,35 @@ class AttentionTransfer(nn.Module):
                 stack.enter_context(disabled(model))
                 if isinstance(self._model[0], PeftModel):
                     stack.enter_context(self._model[0].disable_adapter())
-            stack.enter_context(hooked(self._original, before, after))
-            model.base_model(**given, use_cache=False)
-        return [(read[attention], written[attention]) for attention in self._original]
+            read, wanted = _traffic(model, self._original, given)
+        with self._without_feed_forwards():
+            _, written = _traffic(self._inner[0], list(self.attentions), given, read)
+
+        def mean_square(index: int, values: Tensor) -> Tensor:
+            return mean_of_counted(values.square().mean(-1), masks.get(self._stacks[index]))
+
+        pairs = enumerate(zip(written, wanted, strict=True))
+        errors = [mean_square(index, got.float() - there.float()) for index, (got, there) in pairs]
+        sizes = [mean_square(index, there.float()).clamp_min(1e-12) for index, there in enumerate(wanted)]
+        return torch.stack(errors), torch.stack(sizes)
 
     def _given(
         self, ids: Any, mask: Tensor | None, positions: Tensor | None, labels: Tensor | None
-    ) -> tuple[Inputs, dict[str, Tensor]]:
+    ) -> tuple[Inputs, dict[str, Tensor | None]]:
         """Return the inputs of the model without its head, and the mask of counted tokens `[B, S]` by stack."""
         inner = self._inner[0]
-        positions = None if positions is None else without_jumps(_cut(positions, self._length))
         if inner.config.is_encoder_decoder:
             labels = ids if labels is None else labels
             given = {"input_ids": ids, "decoder_input_ids": inner._shift_right(labels)}
-            masks = {"encoder": mask, "decoder": labels != -100}
+            masks: dict[str, Tensor | None] = {"encoder": mask, "decoder": labels != -100}
         else:
+            positions = None if positions is None else without_jumps(_cut(positions, self._length))
             given = {"input_ids": _cut(ids, self._length), "position_ids": positions}
             mask = None if mask is None else _cut(mask, self._length)
             masks = dict.fromkeys(self._stacks, mask)
         if mask is not None and not bool(mask.all()):
             given["attention_mask"] = mask
-        return (
-            {name: value for name, value in given.items() if value is not None},
-            {stack: keep for stack, keep in masks.items() if keep is not None},
-        )
+        return given, masks
 
     @contextlib.contextmanager
     def _without_feed_forwards(self) -> Iterator[None]:
@@ -416,6 +381,28 @@ def places_of(model: PreTrainedModel, architecture: Architecture) -> list[tuple[
             )
         found.append((stack, layer))
     return found
+
+
+def _traffic(
+    model: Any, attentions: list[Any], given: Inputs, inputs: list[Tensor] | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return what each attention reads and writes, `[B, S, E]`; with `inputs`, it reads these instead."""
+    read: dict[nn.Module, Tensor] = {} if inputs is None else dict(zip(attentions, inputs, strict=True))
+    written: dict[nn.Module, Tensor] = {}
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if inputs is None:
+            read[module] = args[0] if args else kwargs["hidden_states"]
+        return ((read[module], *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": read[module]})
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        written[module] = output[0]
+        # Later modules need no graph: the next attention gets an input of its own, or nothing has a gradient.
+        return (output[0].detach(), *output[1:])
+
+    with hooked(attentions, before, after):
+        model.base_model(**given, use_cache=False)
+    return [read[each] for each in attentions], [written[each] for each in attentions]
 
 
 def _attentions(model: Any, architecture: Architecture, places: Sequence[tuple[str, int]]) -> list[nn.Module]:

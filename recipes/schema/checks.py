@@ -1,0 +1,244 @@
+"""Checks of recipes: of their keys together, of their schemes and options, and against a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_posenc import registry
+from hf_posenc.errors import PosencError, RecipeError
+from hf_posenc.operands import Geometry
+from hf_posenc.patches import record
+from hf_posenc.recipes.evaluation.predictions import table_end
+from hf_posenc.recipes.loading import auto_class, trained_length
+from hf_posenc.scheme import Scheme
+from hf_posenc.schemes.families.additive import AdditiveBias
+
+if TYPE_CHECKING:
+    from hf_posenc.recipes.schema.recipe import Conversion, Recipe, Training
+
+
+def check(recipe: Recipe, where: str) -> None:
+    """Raise `RecipeError` if keys contradict each other or have no effect, or a scheme does not exist.
+
+    `where` names the recipe.
+    """
+    for problem in (*_without_effect(recipe), *_contradictions(recipe), *_of_scheme(recipe)):
+        raise RecipeError(f"{where}: {problem}")
+
+
+def _without_effect(recipe: Recipe) -> Iterator[str]:
+    conversion, data, kind = recipe.conversion, recipe.data, recipe.adapter.kind
+    has_scheme, distils = conversion.scheme is not None, recipe.distillation.distils
+    all_but_steps = "length skip_to batch_size micro_batch_size projections learning_rate scheme_learning_rate"
+    # Section, its keys, whether they have an effect, and what they need for it.
+    needs = (
+        ("conversion", "options native layers window stacks fit", has_scheme, "a scheme"),
+        ("conversion", "window", conversion.layers is not None, "conversion.layers"),
+        ("conversion", "handover", conversion.native == "handover", "conversion.native: handover"),
+        ("conversion", "anneal", conversion.anneals, "anneal: true among conversion.options"),
+        ("data", "config split column held_out_share", data.source != "builtin", "another data.source than builtin"),
+        ("data", "held_out_share", data.held_out is None, "data.held_out: null"),
+        ("transfer", all_but_steps, recipe.transfer.steps > 0, "transfer.steps above 0"),
+        ("lengthen", all_but_steps, recipe.lengthen.steps > 0, "lengthen.steps above 0"),
+        ("distillation", "until teacher", distils, "distillation.share or distillation.hidden above 0"),
+        ("adapter", "rank alpha dropout targets", kind == "lora", "adapter.kind: lora"),
+        ("adapter", "four_bit", kind != "none", "adapter.kind: lora or scheme"),
+    )
+    for name, keys, is_met, words in needs:
+        section = getattr(recipe, name)
+        for entry in dataclasses.fields(section):
+            made, value = entry.default_factory, getattr(section, entry.name)
+            default = entry.default if made is dataclasses.MISSING else made()
+            if entry.name in keys.split() and not is_met and value != default:
+                key = f"{name}.{entry.name}"
+                yield f"{key} is {value!r}, which does nothing without {words}. Give that, or leave {key} out."
+
+
+def _contradictions(recipe: Recipe) -> Iterator[str]:
+    conversion, data, training = recipe.conversion, recipe.data, recipe.training
+    if conversion.fit == "native" and conversion.native == "keep":
+        yield (
+            "conversion.fit is 'native', but conversion.native is 'keep': the model would have its encoding twice. "
+            "Set conversion.native to remove or handover, or leave fit out."
+        )
+    if "transfer" in recipe.stages():
+        steps = recipe.transfer.steps
+        given = f"transfer.steps is {steps}" if steps else "conversion.fit is 'attention'"
+        if conversion.scheme is None:
+            yield f"{given}, but conversion.scheme is null: attention is what it was. Give a scheme, or leave it out."
+        elif conversion.native != "remove":
+            yield (
+                f"{given}, but conversion.native is {conversion.native!r}: with its own encoding in force, attention "
+                "is what it was. Set conversion.native to remove, or leave it out."
+            )
+    if conversion.window is not None and conversion.native == "handover":
+        yield (
+            f"conversion.window is {conversion.window}, but conversion.native is 'handover', in which the layers that "
+            "keep their encoding would fade, too. Set conversion.native to remove, or leave window out."
+        )
+    if conversion.rope and (conversion.scheme is not None or recipe.adapter.kind != "none"):
+        yield (
+            "conversion.rope changes the config of the model, which neither a scheme nor an adapter holds. Give "
+            "conversion.scheme=null adapter.kind=none, or leave rope out."
+        )
+    if data.streaming and data.source == "builtin":
+        yield "data.streaming is true, but the builtin text is there at once. Set data.source, or leave streaming out."
+    if data.streaming and data.held_out is None:
+        yield "data.streaming is true, so no share can be set aside. Give data.held_out, a split or a file."
+    if recipe.adapter.kind == "scheme" and conversion.scheme is None:
+        yield "adapter.kind is 'scheme', but conversion.scheme is null: nothing would be trained. Give a scheme."
+    if training.steps == training.warmup_steps == 1 and training.schedule != "constant":
+        yield (
+            f"training.warmup is {training.warmup}: the rates rise from 0, which would be the rate of the only step. "
+            "Give less warmup, or more steps."
+        )
+    for name, stage in _with_windows(recipe).items():
+        if stage.micro_batch_size and stage.batch_size % stage.micro_batch_size:
+            yield (
+                f"{name}.micro_batch_size is {stage.micro_batch_size}; expected a divisor of {name}.batch_size = "
+                f"{stage.batch_size}."
+            )
+        if stage.length is not None:
+            yield from _skips_nothing(name, stage, stage.length)
+        if stage.skip_to is not None and data.packing == "documents":
+            yield (
+                f"{name}.skip_to gives each window the positions of one long text, but data.packing is 'documents'. "
+                "Set data.packing to windows, or leave skip_to out."
+            )
+
+
+def _with_windows(recipe: Recipe) -> dict[str, Training]:
+    """Return the settings of the stages that train on windows of their own, by section."""
+    return {name: stage for name, stage in recipe.stages().items() if name != "transfer"}
+
+
+def _skips_nothing(name: str, stage: Training, length: int) -> Iterator[str]:
+    if stage.skip_to is not None and stage.skip_to <= length:
+        yield (
+            f"{name}.skip_to is {stage.skip_to}; expected more than {name}.length = {length}: there are no positions "
+            f"to skip. Recipes come with the skip_to of a small model; give for instance {name}.skip_to={8 * length}."
+        )
+
+
+# -- scheme ------------------------------------------------------------------------------------------------------------
+
+
+def _of_scheme(recipe: Recipe) -> Iterator[str]:
+    conversion, name = recipe.conversion, recipe.conversion.scheme
+    if name is None:
+        return
+    try:
+        info = registry.get(name)
+    except PosencError as error:
+        yield f"conversion.scheme: {error}"
+        return
+    try:
+        registry.check_options(info, conversion.options)
+    except PosencError as error:
+        yield f"conversion.options: {error} Set conversion.options={{}} for its defaults."
+        return
+    scheme = _example(name, conversion)
+    if conversion.fit == "native" and name not in additive():
+        yield (
+            f"conversion.fit is 'native', but {name} adds no bias of the distance. Set it to attention, leave it out, "
+            f"or choose one of {', '.join(additive())}."
+        )
+    if scheme is None:
+        return
+    if conversion.fit == "attention" and scheme.overrides("embed"):
+        yield (
+            f"conversion.fit is 'attention', but {name} is added to the inputs of the model, not in attention. "
+            "Leave fit out."
+        )
+    if not any(parameter.requires_grad for parameter in scheme.parameters()):
+        without = f"{name} has no weights with these options"
+        if conversion.fit is not None:
+            yield f"conversion.fit is {conversion.fit!r}, but {without}. Set conversion.fit to null, or other options."
+        if recipe.adapter.kind == "scheme":
+            yield (
+                f"adapter.kind is 'scheme', but {without}: nothing would be trained. Set adapter.kind to none or lora."
+            )
+
+
+def additive() -> list[str]:
+    """Return the names of the additive schemes."""
+    return [name for name, info in registry.schemes().items() if issubclass(info.cls, AdditiveBias)]
+
+
+def _example(name: str, conversion: Conversion) -> Scheme | None:
+    """Return the scheme built for an example attention; `None` if it does not support that attention."""
+    geometry = Geometry(heads=8, kv_heads=8, head_dim=64, hidden_size=512, max_positions=512)
+    # Reading a recipe must neither change the caller's random state nor allocate the weights.
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        try:
+            return registry.build(name, geometry, **conversion.options)
+        except PosencError:
+            return None
+
+
+# -- model -------------------------------------------------------------------------------------------------------------
+
+
+def lengths(recipe: Recipe, config: Any) -> tuple[int, int]:
+    """Return the window length and the model's trained length; raise `RecipeError` if none is known or suits it."""
+    own = trained_length(config)
+    length = recipe.training.length or own
+    if length is None:
+        raise RecipeError(
+            f"training.length is null, which is the model's trained length, and the config of {recipe.model} has none. "
+            "Give a number of tokens, for instance training.length=512."
+        )
+    for name, stage in _with_windows(recipe).items():
+        for problem in _skips_nothing(name, stage, stage.length or length):
+            raise RecipeError(problem)
+        if stage.skip_to is not None and auto_class(config) is not AutoModelForCausalLM:
+            raise RecipeError(
+                f"{name}.skip_to skips positions in texts that go on; {config.model_type} models restore corrupted "
+                f"windows. Leave it out, or give {name}.skip_to=null."
+            )
+    return length, own or length
+
+
+def check_unconverted(recipe: Recipe, config: Any) -> None:
+    """Raise `RecipeError` if the model is converted already: a second conversion would lose its trained scheme."""
+    groups = record.from_config(config)
+    there = ", ".join(group.scheme for group in groups)
+    if recipe.conversion.rope and any(group.native == "remove" for group in groups):
+        raise RecipeError(
+            f"The model {recipe.model} is converted already, to {there}, and its own rotation is gone: other rope "
+            "parameters would do nothing. Extend the original model, and convert it then."
+        )
+    if there and recipe.conversion.scheme is not None:
+        raise RecipeError(
+            f"The model {recipe.model} is converted already, to {there}: an untrained {recipe.conversion.scheme} would "
+            f"replace it. To train it on as it is, give conversion={{scheme: null}} distillation={{}}; or name the "
+            "original model."
+        )
+
+
+def check_tables(recipe: Recipe, model: Any, length: int) -> None:
+    """Raise `RecipeError` if windows or skipped positions exceed the position table of the model or its scheme."""
+    has_scheme = recipe.conversion.scheme is not None
+    known = (module.end_of_positions() for module in model.modules() if isinstance(module, Scheme))
+    # Packed documents may all be shorter than the window.
+    ends = (end for end in known if end is not None and recipe.data.packing == "windows")
+    rows, end = min(ends, default=None), table_end(model)
+    for name, stage in _with_windows(recipe).items():
+        for key, reach in (("length", stage.length or length), ("skip_to", stage.skip_to or 0)):
+            if rows is not None and reach > rows:
+                way = "; or more of them by conversion.options" * has_scheme
+                raise RecipeError(
+                    f"{name}.{key} is {reach}, and the scheme knows {rows} positions. Give at most as many{way}."
+                )
+            if end is not None and reach > end:
+                why = f", which conversion.native={recipe.conversion.native} leaves in force," * has_scheme
+                way = "conversion.native=remove, or " * has_scheme
+                raise RecipeError(
+                    f"{name}.{key} is {reach}, and the model's own table{why} has {end} positions. Give {way}at most "
+                    "as many."
+                )
