@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.schema.recipe import Recipe, Training
 
 # Share of the free memory that a step may take; the estimate is rough.
@@ -55,23 +56,23 @@ def need(model: nn.Module, recipe: Recipe, length: int) -> Need:
     return Need(own * (2 if teaches and trains_all else 1) + trained * 12, length * of_token)
 
 
-def available(device: torch.device, processes: int = 1) -> int:
-    """Return the free bytes of a device, or a process's share of the machine's within its container's limit."""
+def available(device: torch.device, count: int = 1) -> int:
+    """Return the free bytes of a device, or those of the machine, or its container, for one of some processes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free = int(psutil.virtual_memory().available)
     limit = _CGROUP.read_text(encoding="utf-8").strip() if _CGROUP.is_file() else "max"
     if limit != "max":
         free = min(free, int(limit) - int(psutil.Process(os.getpid()).memory_info().rss))
-    return free // processes
+    return free // count
 
 
-def micro_batch(training: Training, wanted: Need, free: int, processes: int = 1) -> tuple[int | None, str]:
-    """Return the windows per forward that fit, unless the settings say them, and the estimate in words.
+def micro_batch(training: Training, wanted: Need, free: int, count: int = 1) -> tuple[int | None, str]:
+    """Return the windows per forward of one of some processes that fit, unless the settings say them, and an estimate.
 
-    `None` is the whole share of a process.
+    `None` is the whole share of the process; the estimate is in words.
     """
-    share, room = training.batch_size // processes, int(_USED * free)
+    share, room = training.batch_size // count, int(_USED * free)
     micro = training.micro_batch_size
     if micro is None:
         most = max(1, min(share, (room - wanted.fixed) // wanted.window))
@@ -84,13 +85,12 @@ def micro_batch(training: Training, wanted: Need, free: int, processes: int = 1)
     return None if micro == share else micro, words
 
 
-def micro_batches(
-    recipe: Recipe, model: nn.Module, length: int, device: torch.device, processes: int = 1
-) -> tuple[dict[str, int | None], str]:
+def micro_batches(recipe: Recipe, model: nn.Module, length: int) -> tuple[dict[str, int | None], str]:
     """Return micro batches that fit, by the section of the stage, and the estimate for the training in words."""
-    free = available(device, processes)
+    together = processes()
+    free = available(together.device, together.num_processes)
     found = {
-        name: micro_batch(stage, need(model, recipe, stage.length or length), free, processes)
+        name: micro_batch(stage, need(model, recipe, stage.length or length), free, together.num_processes)
         for name, stage in recipe.stages().items()
         if name != "transfer"  # It follows the training.
     }

@@ -137,9 +137,11 @@ def test_a_long_model_is_trained_in_windows_that_a_machine_can_hold() -> None:
     assert (recipe.training.length, recipe.evaluation.contexts) == (1024, [256, 1024, 4096, 8192])
     # Less than what is scored cannot be read.
     assert read("llama", "swap", "scheme=kerple", "length=128", length=8192).evaluation.contexts == [128, 512, 8192]
-    # A short training is not measured for longer than it lasts.
+    # A short training is not measured for longer than it lasts, nor where it cannot be.
     for steps, contexts in (("16", [256, 1024, 4096]), ("1", [256, 1024])):
         assert read("llama", "swap", "scheme=kerple", f"steps={steps}", length=8192).evaluation.contexts == contexts
+    short = read("llama", "swap", "scheme=kerple", "steps=2", "training.length=32", length=2048)
+    assert short.evaluation.contexts == [64]
     assert read("llama", "extend", length=8192).training.skip_to == 32768
     assert read("llama", "swap", "scheme=fire", length=512).training.skip_to == 4096
     # What is given wins.
@@ -159,16 +161,6 @@ def test_a_model_of_real_size_begins_with_the_attention_transfer(monkeypatch: py
     assert read("llama", "swap", "scheme=kerple").transfer.steps == 0
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert size("steps=4") == (8, 4)  # one window for each process
-
-
-def test_a_short_try_of_a_long_model_is_measured_where_it_can_be() -> None:
-    short = read("llama", "swap", "scheme=kerple", "steps=2", "training.length=32", length=2048)
-    assert short.evaluation.contexts == [64]
-
-
-def test_a_converted_model_is_trained_on_as_it_is() -> None:
-    config = hf_posenc.patch(checkpoint("llama"), "alibi").config
-    assert [each.words for each in goals.recommended(config)] == ["control"]
 
 
 def test_extending_takes_what_the_native_encoding_has() -> None:
@@ -275,6 +267,9 @@ def test_what_was_measured_is_recommended_first(name: str) -> None:
     assert len({each.words for each in found}) == len(found)
     measured = [each.quality != "-" for each in found]
     assert measured == sorted(measured, reverse=True), name
+    # A converted model is trained on as it is.
+    converted = hf_posenc.patch(checkpoint("llama"), "alibi").config
+    assert [each.words for each in goals.recommended(converted)] == ["control"]
 
 
 @pytest.mark.parametrize("name", library.names())

@@ -224,23 +224,13 @@ def test_a_damaged_record_is_an_error(stopped: tuple[Recipe, Path]) -> None:
     assert run.resume(out).model.is_dir()
 
 
-@pytest.mark.parametrize("content", ["model: tiny-llama\nconv", "model: 'tiny", "", "model: tiny-llama\n"])
-def test_a_damaged_recipe_of_a_run_is_an_error(content: str, tmp_path: Path) -> None:
-    (tmp_path / files.RECIPE).write_text(content, encoding="utf-8")
-    with pytest.raises(RecipeError, match=r"recipe\.yaml"):
-        run.resume(tmp_path)
+def test_a_damaged_recipe_of_a_run_is_an_error(tmp_path: Path) -> None:
+    for content in ("model: tiny-llama\nconv", "model: 'tiny", "", "model: tiny-llama\n"):
+        (tmp_path / files.RECIPE).write_text(content, encoding="utf-8")
+        with pytest.raises(RecipeError, match=r"recipe\.yaml"):
+            run.resume(tmp_path)
 
 
-class Loaded(Exception):
-    """Raised where a model would be loaded."""
-
-
-@pytest.fixture
-def loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "load", lambda *args, **kwargs: (_ for _ in ()).throw(Loaded))
-
-
-@pytest.mark.usefixtures("loads_nothing")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -252,6 +242,7 @@ def loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_trainer_would_refuse_is_refused_before_anything_is_loaded(
     change: str, message: str, read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(run, "load", None)
     monkeypatch.setattr(adapt, "get_available_reporting_integrations", list)
     monkeypatch.setattr(run.processes(), "num_processes", 2)
     with pytest.raises(RecipeError, match=message):
@@ -259,9 +250,9 @@ def test_what_the_trainer_would_refuse_is_refused_before_anything_is_loaded(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.usefixtures("loads_nothing")
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that nobody can write to")
-def test_a_folder_that_cannot_be_written_is_noticed_first(read: Any) -> None:
+def test_a_folder_that_cannot_be_written_is_noticed_first(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "load", None)
     for out in (Path("/proc/out"), Path("/proc/self")):
         with pytest.raises(RecipeError, match=r"^/proc/\w+ (cannot be written|exists, and holds no run)"):
             run.train(read(), out)
@@ -578,6 +569,7 @@ def test_steps_take_no_more_threads_than_they_have_work_for(monkeypatch: pytest.
         with enough_threads(model, tokens):
             taken = torch.get_num_threads()
         assert torch.get_num_threads() == 3
+        torch.set_num_threads(1)  # fixtures of modules come before that of every test
         return taken
 
     assert [threads(tokens) for tokens in (1, 2**11, 2**12, 2**14)] == [1, 1, 2, 3]

@@ -163,9 +163,9 @@ def _plan(recipe: Recipe) -> str:
     """Return the facts of a recipe's run; of the model only the config is read, of the text about a window."""
     from hf_posenc.patches import patch as patching
     from hf_posenc.patches import plan as planning
-    from hf_posenc.recipes import loading, memory
+    from hf_posenc.recipes import loading
     from hf_posenc.recipes.data.windows import load_data
-    from hf_posenc.recipes.processes import processes
+    from hf_posenc.recipes.memory import micro_batches
     from hf_posenc.recipes.runs.facts import Facts, rows
     from hf_posenc.recipes.schema import checks
     from hf_posenc.recipes.training.adapter import attach, check_targets
@@ -183,15 +183,14 @@ def _plan(recipe: Recipe) -> str:
         planned = planning.plan(model, conversion.scheme, **conversion.keywords)
         patching.patch(model, conversion.scheme, **conversion.keywords)
     checks.check_tables(recipe, model, length)
-    model, together = attach(model, recipe.adapter), processes()
-    _, estimate = memory.micro_batches(recipe, model, length, together.device, together.num_processes)
+    model = attach(model, recipe.adapter)
+    _, estimate = micro_batches(recipe, model, length)
     facts = Facts.of(
         model,
         recipe,
         planned,
         trained_length=own,
         data_tokens=None,
-        processes=together.num_processes,
         stages=stages(recipe, model),
         memory=estimate,
     )

@@ -101,7 +101,11 @@ def load_data(
             f"The held-out text has {sum(map(len, held_out))} tokens; expected more than a window, {length}. Set more "
             "aside with data.held_out_share, name another data.held_out, or take a shorter training.length."
         )
-    train = _packed(data.packing, tokens, length, end, frozenset(map(_digest, held_out)))
+    avoided, is_packed = frozenset(map(_digest, held_out)), data.packing == "documents"
+    columns = ("input_ids", "labels", "position_ids")[: 3 if is_packed else 2]
+    features = Features({column: List(Value("int32"), length=length) for column in columns})
+    cut = partial(_windows, length=length, end=end if is_packed else None, avoided=avoided)
+    train = _generated(cut, tokens, features, _key(VERSION, data.packing, length, end, sorted(avoided)))
     # Fail now if a stream is too short for a window, not when the training begins.
     next(iter(train))
     if isinstance(train, IterableDataset):
@@ -207,16 +211,6 @@ def restarting(window: Example, *, end: int) -> Example:
     return window | {"labels": labels, "position_ids": positions}
 
 
-def _packed(
-    kind: str, tokens: sources.Documents, length: int, end: int, avoided: frozenset[bytes]
-) -> sources.Documents:
-    apart = kind == "documents"
-    columns = ["input_ids", "labels", *(["position_ids"] if apart else [])]
-    features = Features({column: List(Value("int32"), length=length) for column in columns})
-    generator = partial(_windows, length=length, end=end if apart else None, avoided=avoided)
-    return _generated(generator, tokens, features, _key(VERSION, kind, length, end, sorted(avoided)))
-
-
 def _windows(
     tokens: sources.Documents, *, length: int, end: int | None, avoided: frozenset[bytes]
 ) -> Iterator[Example]:
@@ -271,8 +265,7 @@ def _content(tokenizer: Any) -> str:
     """Return a tokenizer's content as one string, without the state that use changes."""
     if tokenizer.is_fast:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
-        used = {"truncation", "padding"}
-        files = {name: value for name, value in state.items() if name not in used}
+        files = {name: value for name, value in state.items() if name not in ("truncation", "padding")}
         return json.dumps([files, end_token(tokenizer)])
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)

@@ -163,6 +163,7 @@ class Facts:
             layers={} if plan is None else {name: len(layers) for name, layers in plan.layers.items()},
             start=_start(recipe.conversion, plan, is_fitted=not refused),
             cautions=(*cautions, *([refused] if refused else [])),
+            processes=PartialState().num_processes,
             device=_device(PartialState().device),
             versions=versions(),
             came_with=tuple(group.scheme for group in groups),

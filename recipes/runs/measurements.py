@@ -113,14 +113,18 @@ class Measuring(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Measure before the first step; in a resumed run, print the earlier measurements."""
         if state.global_step == 0:
-            if self._native is not None:
-                with self._native(model):
-                    self.take(NATIVE, model)
-            self.take(self._begins, model)
+            self.begin(model)
         else:
             for step, grid in self._measurements.course():
                 if step <= self._begins + state.global_step:
                     self._print(step, grid)
+
+    def begin(self, model: Any) -> None:
+        """Measure before the first step."""
+        if self._native is not None:
+            with self._native(model):
+                self.take(NATIVE, model)
+        self.take(self._begins, model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Measure at intervals."""

@@ -43,7 +43,7 @@ from hf_posenc.recipes.processes import enough_threads, processes
 from hf_posenc.recipes.runs import files, report
 from hf_posenc.recipes.runs.facts import Facts, print_header
 from hf_posenc.recipes.runs.files import CHECKPOINTS, MODEL, RECIPE, RUN, has_begun, record_of
-from hf_posenc.recipes.runs.measurements import NATIVE, Measurements, Measuring
+from hf_posenc.recipes.runs.measurements import Measurements, Measuring
 from hf_posenc.recipes.runs.progress import Pace, Progress
 from hf_posenc.recipes.runs.verdict import Verdict, control_of, judge
 from hf_posenc.recipes.schema import checks, fields
@@ -182,7 +182,7 @@ class _Run:
 
     def complete(self) -> Outcome:
         """Do what is left of the run."""
-        recipe, evaluation, device = self.recipe, self.recipe.evaluation, self.processes.device
+        recipe, evaluation = self.recipe, self.recipe.evaluation
         set_seed(recipe.training.seed)
         model, tokenizer = self._load()
         checks.check_unconverted(recipe, model.config)
@@ -206,7 +206,7 @@ class _Run:
             if self.checkpoint is None:  # Its weights would replace the fitted ones.
                 self.fitted = self._fit(model, data)
             model = attach(model, recipe.adapter)
-            micro, memory = micro_batches(recipe, model, length, device, self.processes.num_processes)
+            micro, memory = micro_batches(recipe, model, length)
             self.micro = self.micro or micro
             with as_loaded(model) if planned is None else contextlib.nullcontext():
                 self.teacher = teacher_of(model, recipe)
@@ -217,7 +217,6 @@ class _Run:
                 planned,
                 trained_length=own_length,
                 data_tokens=data.tokens,
-                processes=self.processes.num_processes,
                 command=self.command,
                 stages=plans,
                 memory=memory,
@@ -235,16 +234,21 @@ class _Run:
                         model, data.held_out, contexts, windows=evaluation.windows, corrupt=data.corrupt
                     )
 
-            measuring = partial(Measuring, self.measurements, measure, console=self.console)
             log: list[dict[str, Any]] = []
             for stage in plans:
+                measuring = Measuring(
+                    self.measurements,
+                    measure,
+                    every=evaluation.every,
+                    begins=stage.begins,
+                    native=as_loaded if stage is plans[0] else None,
+                    console=self.console,
+                )
                 if stage.name == "transfer":
-                    self._transfer(stage, model, data, facts, measuring())
+                    self._transfer(stage, model, data, facts, measuring)
                     continue
-                native = as_loaded if stage.name == "training" else None
-                callback = measuring(every=evaluation.every, begins=stage.begins, native=native)
                 windows = texts[stage.recipe.training.length or length]
-                trainer, pace = self._train(stage, model, windows, facts, callback, ends=stage is plans[-1])
+                trainer, pace = self._train(stage, model, windows, facts, measuring, ends=stage is plans[-1])
                 log += [{**entry, "step": entry["step"] + stage.begins} for entry in trainer.state.log_history]
             if self.transferred is not None and not self.transferred["accepted"]:
                 facts = replace(facts, cautions=(*facts.cautions, self.transferred["sentence"]))
@@ -384,9 +388,7 @@ class _Run:
         """Run the attention transfer, or read its result, and measure before it; its verdict goes into run.json."""
         if self.checkpoint is not None:
             return
-        with disabled(model):
-            measuring.take(NATIVE, model)
-        measuring.take(0, model)
+        measuring.begin(model)
         folder, teacher, device = self.checkpoints / "transfer", self.teacher, self.processes.device
         result = folder / files.TRANSFERRED
         original = teacher.model if teacher is not None and self.recipe.distillation.teacher is None else None

@@ -7,6 +7,7 @@ there twice.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import typing
 from collections.abc import Sequence
@@ -106,12 +107,12 @@ def override(kind: type[Any], content: dict[str, Any], pairs: Sequence[str]) -> 
 
 def _whole_path(kind: type[Any], name: str, value: Any) -> Path:
     """Return the path of a key without its section, and of a section that is given one value, for its first key."""
-    sections = {key: hint for key, hint in typing.get_type_hints(kind).items() if dataclasses.is_dataclass(hint)}
-    if name in sections:
-        is_value = not isinstance(value, dict)
-        return (name, dataclasses.fields(sections[name])[0].name) if is_value else (name,)
-    owners = [key for key, hint in sections.items() if name in (entry.name for entry in dataclasses.fields(hint))]
-    if name in {entry.name for entry in dataclasses.fields(kind)} or not owners:
+    own = _known(kind, ())
+    sections = {key: _known(kind, (key,)) for key in own if dataclasses.is_dataclass(_hint(kind, (key,)))}
+    if name in sections and not isinstance(value, dict):
+        return (name, sections[name][0])
+    owners = [key for key, names in sections.items() if name in names]
+    if name in own or not owners:
         return (name,)
     if len(owners) > 1 and "training" not in owners:
         raise RecipeError(f"{name}={value}: expected {' or '.join(f'{owner}.{name}' for owner in owners)}.")
@@ -131,13 +132,8 @@ def _message(kind: Any, path: Path, errors: list[ErrorDetails]) -> str:
     if first["type"] in ("unexpected_keyword_argument", "invalid_key"):
         known = _known(kind, path[:-1])
         if len(path) == 1:  # Overrides may leave out the section.
-            known += [
-                entry
-                for section in known
-                if dataclasses.is_dataclass(_hint(kind, (section,)))
-                for entry in _known(kind, (section,))
-            ]
-            known = list(dict.fromkeys(known))
+            inner = (_known(kind, (name,)) for name in known if dataclasses.is_dataclass(_hint(kind, (name,))))
+            known = list(dict.fromkeys(itertools.chain(known, *inner)))
         renamed = _ELSEWHERE.get(path[-1])
         hint = f"It is called {renamed!r} here." if renamed in known else suggest(path[-1], known)
         return f"there is no key {key!r}. {hint}"
@@ -147,11 +143,9 @@ def _message(kind: Any, path: Path, errors: list[ErrorDetails]) -> str:
     if type(None) in typing.get_args(_hint(kind, path)):
         words.append("null")
     is_word = any(entry["type"] == "string_type" for entry in errors) and isinstance(first["input"], (int, float))
-    is_entry = any(isinstance(part, int) for part in first["loc"])
-    return (
-        f"{key} {'has' if is_entry else 'is'} {first['input']!r}; expected {' or '.join(words)}."
-        f"{' Put it in quotes.' if is_word else ''}"
-    )
+    verb = "has" if any(isinstance(part, int) for part in first["loc"]) else "is"
+    quotes = " Put it in quotes." * is_word
+    return f"{key} {verb} {first['input']!r}; expected {' or '.join(words)}.{quotes}"
 
 
 def _known(kind: Any, path: Path) -> list[str]:

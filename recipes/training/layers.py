@@ -128,5 +128,4 @@ def layer_costs(
         finally:
             if is_patched(model):
                 unpatch(model)
-            put_back()
     return LayerCosts(scheme, native, tuple(costs))
