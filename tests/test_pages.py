@@ -88,15 +88,6 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_a_portrait_takes_options() -> None:
-    (curve,) = {len(axes.lines) for axes in portrait("kerple", kernel="power").axes}
-    assert curve == 9  # eight heads and the line at zero
-    with pytest.raises(hf_posenc.UnknownSchemeError):
-        portrait("kerpel")
-    with pytest.raises(hf_posenc.OptionError):
-        portrait("kerple", kernel="cubic")
-
-
 def test_the_command_finds_and_repairs_a_stale_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,7 +116,4 @@ def test_the_command_finds_and_repairs_a_stale_page(
     assert capsys.readouterr().out.endswith("nope.md: up to date\nREADME.md: up to date\n")
     page.write_text("# NoPE\n", encoding="utf-8")
     with pytest.raises(SystemExit, match="needs the markers"):
-        build()
-    page.unlink()
-    with pytest.raises(SystemExit, match="is missing"):
         build()

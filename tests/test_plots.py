@@ -16,14 +16,7 @@ from matplotlib.figure import Figure, FigureBase
 from models import DIRECTORIES, moved, stock
 from peft import get_peft_model
 from torch import Tensor
-from transformers import (
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaModel,
-    ViTConfig,
-    ViTModel,
-)
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaModel, ViTConfig, ViTModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from typer.testing import CliRunner
 
@@ -42,16 +35,9 @@ IDS = {"input_ids": torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5]])}
 def llama(scheme: str | None = None, *, layers: int = 2, **options: Any) -> Any:
     """Return a tiny Llama with random weights, and a scheme away from its start."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=16,
-        num_attention_heads=HEADS,
-        num_key_value_heads=2,
-        num_hidden_layers=layers,
-        vocab_size=11,
-        max_position_embeddings=LENGTH,
-        initializer_range=0.3,
-    )
+    shape = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": HEADS, "num_key_value_heads": 2}
+    lengths = {"num_hidden_layers": layers, "vocab_size": 11, "max_position_embeddings": LENGTH}
+    config = LlamaConfig(**shape, **lengths, initializer_range=0.3)
     model = LlamaModel(config).eval()
     return model if scheme is None else moved(hf_posenc.patch(model, scheme, **options), 0.3)
 
@@ -330,13 +316,9 @@ def test_layers_with_different_schemes_have_pictures_of_their_own() -> None:
     hf_posenc.patch(model, "alibi", layers=[0, 2])
     hf_posenc.patch(model, "fox", layers=[1])
     made = figures(model, inputs=IDS)
-    assert set(made) == {
-        "overview",
-        "bias-decoder-alibi",
-        "gates-decoder-fox",
-        *(f"attention-decoder-alibi-layer-{layer}" for layer in (0, 2)),
-        "attention-decoder-fox-layer-1",
-    }
+    maps = ("alibi-layer-0", "alibi-layer-2", "fox-layer-1")
+    others = {"overview", "bias-decoder-alibi", "gates-decoder-fox"}
+    assert set(made) == others | {f"attention-decoder-{layer}" for layer in maps}
     hf_posenc.patch(model, "alibi", layers=[3], gate=True)
     assert set(draw(model, "bias")) == {"bias-decoder-alibi-0", "bias-decoder-alibi-2"}
 
@@ -345,17 +327,14 @@ def test_tokens_are_written_along_the_axes() -> None:
     model = stock("llama")
     tokenizer = AutoTokenizer.from_pretrained(DIRECTORIES["llama"])
     prompt = "It costs $5 or $6 \N{SNOWMAN WITHOUT SNOW}"
-    figure = figures(model, tokenizer, what="attention", layers=[1], heads=[0], prompt=prompt)[
-        "attention-decoder-rope-layer-1"
-    ]
+    (figure,) = figures(model, tokenizer, what="attention", layers=[1], heads=[0], prompt=prompt).values()
     (axes,) = panels(figure)
     pieces = tokenizer.convert_ids_to_tokens(tokenizer(prompt)["input_ids"])
     labels = [label.get_text() for label in axes.get_xticklabels()]
     assert labels == [label.get_text() for label in axes.get_yticklabels()]
     assert len(labels) == len(pieces)
-    assert [label.replace("\N{OPEN BOX}", "\u0120") for label in labels[:6]] == [
-        piece.replace("\u2581", "\u0120") for piece in pieces[:6]
-    ]
+    marks = str.maketrans("\N{OPEN BOX}\u2581", "\u0120\u0120")
+    assert [label.translate(marks) for label in labels[:6]] == [piece.translate(marks) for piece in pieces[:6]]
     style.token_ticks(axes, ["$a_$"], x=True)
     figure.savefig(io.BytesIO())
 

@@ -94,10 +94,13 @@ def figures(
             of = type(model).__name__.removeprefix("Posenc")
             size = f"{model.num_parameters():,} parameters, trained on {parts[0].length:,} positions"
             # A row for each picture of each part, of a few layers and heads.
-            fitting = [(kind, part) for part in parts for kind in there.values() if kind.fits(part)]
-            few = [(k, p.narrowed(1, _MAPS) if k.per_layer else p.narrowed(_LAYERS, _HEADS)) for k, p in fitting]
-            rows = [(f"{part.called}: {kind.title(part)}", kind, part) for kind, part in few]
-            drawn[OVERVIEW] = _page(f"{named}{of}, {size}", rows)
+            rows = [
+                (kind, part.narrowed(1, _MAPS) if kind.per_layer else part.narrowed(_LAYERS, _HEADS))
+                for part in parts
+                for kind in there.values()
+                if kind.fits(part)
+            ]
+            drawn[OVERVIEW] = _page(rows, named, f"{of}, {size}")
     return drawn
 
 
@@ -115,31 +118,31 @@ def _of_kind(kind: Kind, parts: Sequence[Part], named: str, *, narrow: bool) -> 
             words.append(str(part.group.id))
         some = part.narrowed(kind.layers, kind.heads) if narrow else part
         for layers in [(layer,) for layer in some.layers] if kind.per_layer else [some.layers]:
-            shown = replace(some, layers=layers)
-            title = f"{named}{shown.called}: {kind.title(shown)}"
             name = "-".join([*words, *([f"layer-{layers[0].index}"] if kind.per_layer else [])])
-            yield name, _page(title, [("", kind, shown)])
+            yield name, _page([(kind, replace(some, layers=layers))], named)
 
 
-def _page(head: str, rows: Sequence[tuple[str, Kind, Part]]) -> Figure:
-    """Draw pictures below each other, each with its title, at the left of a page that is as wide as the widest."""
-    made = style.figure(1, 1, head)
-    lines = GridSpec(len(rows), 1, figure=made)
-    drawn = []
-    for place, (title, kind, part) in enumerate(rows):
+def _page(rows: Sequence[tuple[Kind, Part]], named: str, head: str = "") -> Figure:
+    """Draw pictures below each other, at the left of a page that is as wide as the widest.
+
+    Without a head, the page is one picture, whose title it has.
+    """
+    made = style.figure(1, 1, named + head)
+    lines, titles, drawn = GridSpec(len(rows), 1, figure=made), [named + head], []
+    for place, (kind, part) in enumerate(rows):
         line: Any = made.add_subfigure(lines[place])
         halves = GridSpec(1, 2, figure=line)
-        drawn.append((halves, *kind.draw(line.add_subfigure(halves[0]), part)))
-        if title:
-            style.entitle(line, title)
+        title, width, height = kind.draw(line.add_subfigure(halves[0]), part)
+        titles.append(f"{part.called}: {title}" if head else f"{named}{part.called}: {title}")
+        style.entitle(line if head else made, titles[-1])
+        drawn.append((halves, width, height + _MARGIN * bool(head)))
     # How large pictures are is known when they are drawn.
-    margins = [_MARGIN * bool(title) for title, _, _ in rows]
-    heights = [height + margin for margin, (_, _, height) in zip(margins, drawn, strict=True)]
-    width = max(*map(style.width_of, (head, *(title for title, _, _ in rows))), *(own for _, own, _ in drawn))
+    widest = max(*map(style.width_of, titles), *(width for _, width, _ in drawn))
+    for halves, width, _ in drawn:
+        halves.set_width_ratios((width, max(widest - width, 1e-3)))
+    heights = [height for _, _, height in drawn]
     lines.set_height_ratios(heights)
-    for halves, own, _ in drawn:
-        halves.set_width_ratios((own, max(width - own, 1e-3)))
-    made.set_size_inches(width, sum(heights) + margins[0])
+    made.set_size_inches(widest, sum(heights) + _MARGIN * bool(head))
     return made
 
 
