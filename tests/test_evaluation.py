@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -35,7 +33,7 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc import CheckpointError, OptionError, PosencLoraConfig, PositionError, RecipeError, ShapeError, cli
-from hf_posenc.recipes import intervals
+from hf_posenc.recipes import intervals, library
 from hf_posenc.recipes.data.collation import Denoising
 from hf_posenc.recipes.evaluation import (
     AssociativeRecall,
@@ -417,52 +415,21 @@ def test_long_windows_are_read_in_smaller_batches() -> None:
 
 # -- whole evaluations -------------------------------------------------------------------------------------------------
 
-WORK = """
-import os, sys
-from pathlib import Path
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, set_seed
-from hf_posenc.recipes.evaluation import ContextPerplexity, NeedleRetrieval, evaluate
-torch.set_num_threads(1)
-
-def run():
-    set_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=50, initializer_range=0.3, **shape))
-    ids = torch.randint(2, 50, (600,))
-    # Five windows in batches of two: three batches for two processes.
-    measures = [ContextPerplexity(ids, (16, 32), windows=5, targets=8), NeedleRetrieval(ids, (32, 40), samples=1)]
-    return evaluate({"one": model, "two": lambda: model}, measures, batch_size=2).markdown()
-
-if __name__ == "__main__":
-    # Two processes for the price of one import.
-    child = os.fork()
-    rank = "1" if child == 0 else "0"
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank}
-    Path(sys.argv[1], rank).write_text(run())
-    if child:
-        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
 
 @pytest.mark.grid  # it starts processes
-def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    script = tmp_path / "work.py"
-    script.write_text(WORK, encoding="utf-8")
-    # As a launcher starts them.
-    given = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    given |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), str(tmp_path)]
-    done = subprocess.run(command, env=os.environ | given, capture_output=True, text=True, check=False)
+def test_two_processes_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Five windows in batches of two: three batches for two processes.
+    typed = ["eval", "tiny-llama", "--contexts", "64,96", "--measures", "perplexity,needle", "--samples", "5"]
+    typed += ["--batch-size", "2", "--out"]
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(library.find_config("ddp"))]
+    command = [sys.executable, *launcher, "--num_processes", "2", "-m", "hf_posenc", *typed, str(tmp_path / "two")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    namespace: dict[str, Any] = {"__name__": "work"}
-    exec(WORK, namespace)
-    alone = namespace["run"]()
-    for rank in range(2):
-        assert (tmp_path / str(rank)).read_text() == alone
+    assert CliRunner().invoke(cli.app, [*typed, str(tmp_path / "one")]).exit_code == 0
+    one, two = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("one", "two"))
+    assert one["sections"] == two["sections"]
+    assert two["settings"]["processes"] == 2
 
 
 def test_command(tmp_path: Path) -> None:
@@ -675,5 +642,5 @@ def test_a_measure_that_a_model_has_not_is_refused_before_others_are_taken(
 ) -> None:
     monkeypatch.setattr(ContextPerplexity, "_measure", lambda *given: pytest.fail("was taken"))
     first = ContextPerplexity(ids, (64,), windows=2, corrupt=lambda rows: rows)
-    with pytest.raises(OptionError, match="InductionCopy is not defined for T5"):
+    with pytest.raises(OptionError, match="'induction' is not defined for T5"):
         hf_posenc.evaluate({"a": checkpoint("t5")}, [first, InductionCopy(torch.arange(30), (8,), samples=1)])

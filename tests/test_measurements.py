@@ -12,7 +12,7 @@ import torch
 from models import arguments, stock, tokens, windows
 from rich.console import Console
 from torch import Tensor
-from transformers import PrinterCallback, Trainer, TrainerCallback
+from transformers import Trainer, TrainerState
 
 import hf_posenc
 from hf_posenc import CheckpointError, PositionError, RecipeError
@@ -135,82 +135,42 @@ def test_the_table_of_a_scheme_ends_too() -> None:
 # -- during a training -------------------------------------------------------------------------------------------------
 
 
-class Counted:
-    """Counts how often a model is measured, and says nothing of it."""
+def measured(path: Path, *, every: int, begin: int = 0, until: int | None = None) -> tuple[int, str]:
+    """Let a callback see the events of a training of six steps; return how often it measures, and what it prints."""
+    taken: list[Grid] = []
+    out = io.StringIO()
 
-    def __init__(self) -> None:
-        self.steps: list[float] = []
-
-    def __call__(self, model: Any) -> Grid:
-        self.steps.append(float(model.lm_head.weight.detach().sum()))
+    def measure(model: Any) -> Grid:
         torch.rand(3)  # an evaluation may draw
-        return grid()
+        taken.append(grid())
+        return taken[-1]
+
+    state, console = TrainerState(max_steps=6, global_step=begin), Console(file=out, width=100)
+    measuring = Measuring(Measurements.load(path), measure, every=every, console=console)
+    drawn = torch.get_rng_state()
+    measuring.take(NATIVE, None)
+    measuring.on_train_begin(None, state, None)
+    for state.global_step in range(begin + 1, (until or 6) + 1):
+        measuring.on_step_end(None, state, None)
+    if until is None:
+        measuring.on_train_end(None, state, None)
+    assert torch.equal(torch.get_rng_state(), drawn)  # the training goes on as if nothing had been measured
+    return len(taken), out.getvalue()
 
 
-def trainer(
-    folder: Path, *callbacks: TrainerCallback, model: Any = None, steps: int = 6, save: bool = False
-) -> Trainer:
-    made = Trainer(
-        model=stock("llama") if model is None else model,
-        args=arguments(folder, max_steps=steps, save_strategy="steps" if save else "no", save_steps=2),
-        train_dataset=windows("llama", 2 * steps),
-        callbacks=list(callbacks),
-    )
-    made.remove_callback(PrinterCallback)
-    return made
-
-
-@pytest.mark.parametrize(("every", "expected"), [(0, [0, 6]), (4, [0, 4, 6])])
-def test_when_it_measures(tmp_path: Path, every: int, expected: list[int]) -> None:
-    measurements, measure = Measurements(), Counted()
-    trainer(tmp_path, Measuring(measurements, measure, every=every)).train()
-    assert [step for step, _ in measurements.course()] == expected
-    assert len(set(measure.steps)) == len(expected)  # each of other weights
-
-
-def test_a_resumed_run_measures_nothing_twice(tmp_path: Path) -> None:
+def test_when_it_measures_and_nothing_twice(tmp_path: Path) -> None:
+    for every, steps in ((0, [0, 6]), (4, [0, 4, 6]), (6, [0, 6])):
+        path = tmp_path / f"{every}.json"
+        assert measured(path, every=every)[0] == 1 + len(steps)
+        assert [step for step, _ in Measurements.load(path).course()] == steps
     path = tmp_path / "measurements.json"
-
-    def run(stop: int | None, resume: bool) -> tuple[int, str]:
-        measure, out = Counted(), io.StringIO()
-        console = Console(file=out, width=100)
-        measuring = Measuring(Measurements.load(path), measure, every=1, console=console)
-        measuring.take(NATIVE, stock("llama"))
-        made = trainer(tmp_path / "checkpoints", measuring, Stop(stop), save=True)
-        if stop is None:
-            made.train(resume_from_checkpoint=str(tmp_path / "checkpoints" / "checkpoint-2") if resume else None)
-        else:
-            with pytest.raises(KeyboardInterrupt):
-                made.train()
-        return len(measure.steps), out.getvalue()
-
-    assert run(3, resume=False)[0] == 5  # native, 0, 1, 2, 3
-    count, printed = run(None, resume=True)
+    assert measured(path, every=1, until=3)[0] == 5  # native, 0, 1, 2, 3
+    count, printed = measured(path, every=1, begin=2)
     assert count == 3  # 4, 5, 6
     rows = [line[:16].strip() for line in printed.splitlines()]
     assert rows == ["tokens read", "native", *(f"step {step}" for step in range(7))]
     assert [step for step, _ in Measurements.load(path).course()] == list(range(7))
-    assert run(None, resume=True)[0] == 0
-
-
-class Stop(TrainerCallback):
-    def __init__(self, step: int | None) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
-
-
-def test_measuring_does_not_change_the_training(tmp_path: Path) -> None:
-    def weights(*callbacks: TrainerCallback) -> dict[str, Tensor]:
-        model = stock("gpt2", resid_pdrop=0.3)  # draws random numbers while it trains
-        trainer(tmp_path, *callbacks, model=model).train()
-        return dict(model.state_dict())
-
-    plain, measured = weights(), weights(Measuring(Measurements(), Counted(), every=1))
-    for name, value in plain.items():
-        assert torch.equal(value, measured[name]), name
+    assert measured(path, every=1, begin=2)[0] == 0
 
 
 def test_the_rows() -> None:
@@ -239,7 +199,8 @@ def test_a_handover_starts_at_the_native_model_and_ends_without_it(tmp_path: Pat
     measuring = Measuring(measurements, measure)
     measuring.take(NATIVE, model)
     hf_posenc.patch(model, "fire", native="keep")
-    trainer(tmp_path, Handover(0.5), measuring, model=model, steps=2).train()
+    given, callbacks = arguments(tmp_path, max_steps=2), [Handover(0.5), measuring]
+    Trainer(model, given, train_dataset=windows("llama", 4), callbacks=callbacks).train()
     native, before, after = map(measurements.curve, ("native", "before", "after"))
     assert torch.allclose(native.samples, before.samples, atol=1e-4)
     assert torch.equal(after.samples, measure(model).samples)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hf_posenc.errors import PositionError
 from hf_posenc.recipes.evaluation.grid import Grid, Point, Quantity, share, successes
-from hf_posenc.recipes.evaluation.measure import Measure, Workers
-from hf_posenc.recipes.evaluation.perplexity import Corruption, check_corruption, spread_windows
+from hf_posenc.recipes.evaluation.measure import Corruption, Measure, Workers
+from hf_posenc.recipes.evaluation.perplexity import spread_windows
 from hf_posenc.recipes.evaluation.predictions import answer_predictions, correct, table_end
 
 # Tokens to write, and tokens of the prompts, which take turns, so that batches are padded at the left.
@@ -77,6 +77,7 @@ class Generation(Measure):
 
     name = "generation"
     title = "Greedy continuations and recall"
+    hides = True
 
     def __init__(
         self, ids: Tensor, tokenizer: Any, *, samples: int = 50, corrupt: Corruption | None = None, seed: int = 0
@@ -94,10 +95,6 @@ class Generation(Measure):
             f"tokens that follow by greedy decoding. Agreement: with the first model. Repeated: {_GRAM}-grams "
             f"that were written before. Copy: a list of words; recall: one of four codes by its name."
         )
-
-    def check(self, model: Any) -> None:
-        super().check(model)
-        check_corruption(type(self).__name__, model, self._corrupt)
 
     def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
         rows = [(window, torch.tensor(_PROMPTS[at % len(_PROMPTS)])) for at, window in enumerate(self._windows)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,19 +14,27 @@ from accelerate.utils import gather_object
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from hf_posenc.errors import OptionError, PositionError
 from hf_posenc.patches.patch import evaluating
 from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.evaluation.report import Report, Section
-from hf_posenc.recipes.loading import is_masked
+from hf_posenc.recipes.loading import auto_class
 from hf_posenc.recipes.plots.curves import Mark
 from hf_posenc.recipes.processes import processes
 
 # The tensors of one sample, without a batch axis.
 Row = tuple[Tensor, ...]
+# A function from token ids `[B, n]` to corrupted token ids `[B, n]`.
+Corruption = Callable[[Tensor], Tensor]
 # A function that loads a model when its turn comes.
 Loader = Callable[[], Any]
+# Why a measure may be undefined for a kind of model.
+_UNDEFINED = {
+    AutoModelForMaskedLM: "a masked language model, which reads both sides of a token and writes no text",
+    AutoModelForSeq2SeqLM: "whose encoder would read what is scored",
+}
 # Most tokens of a forward, unless one row has more. Eight rows of 4,096 tokens take a stock T5, whose bias is a matrix,
 # 9 GiB, and run no faster than two.
 _TOKENS = 2**13
@@ -40,14 +48,17 @@ class Measure(ABC):
         title: Title of its table and picture.
         note: Definition of the measured quantity, for the report.
         mark: Labelled point on the first numeric axis of the picture; `None` without.
-        takes_masked: Whether the quantity is defined for masked language models.
+        takes: Kinds of models for which the quantity is defined, as `Auto` classes.
+        hides: Whether an encoder must not read the tokens to predict, so that it takes a corrupted text.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     note: str
     mark: Mark | None = None
-    takes_masked: ClassVar[bool] = False
+    takes: ClassVar[Collection[Any]] = (AutoModelForCausalLM, AutoModelForSeq2SeqLM)
+    hides: ClassVar[bool] = False
+    _corrupt: Corruption | None = None
 
     def __call__(self, model: Any, workers: Workers | None = None) -> tuple[Grid, ...]:
         """Return the results for a model, one grid per quantity.
@@ -60,10 +71,18 @@ class Measure(ABC):
 
     def check(self, model: Any) -> None:
         """Raise an `OptionError` if the measure is undefined for a model, before any work is done."""
-        if not self.takes_masked and is_masked(model):
+        kind, own, its = auto_class(model.config), type(self).__name__, type(model).__name__
+        if kind not in self.takes:
             raise OptionError(
-                f"The measure {self.name!r} is not defined for {type(model).__name__}, a masked language model, which "
-                "reads both sides of a token and writes no text. Leave it out; `perplexity` is defined."
+                f"The measure {self.name!r} is not defined for {its}, {_UNDEFINED[kind]}. Leave it out; `perplexity` "
+                "is defined."
+            )
+        if self.hides and kind is AutoModelForCausalLM and self._corrupt is not None:
+            raise OptionError(f"{own}(corrupt=...): {its} has no encoder that reads a corrupted text; leave it out.")
+        if self.hides and kind is not AutoModelForCausalLM and self._corrupt is None:
+            raise OptionError(
+                f"{own}(corrupt=None): the encoder of {its} must not read the tokens to predict; pass "
+                "hf_posenc.recipes.data.collation.corruptor(model.config, tokenizer).corrupt."
             )
 
     @abstractmethod

@@ -7,28 +7,25 @@ other targets at every length, columns could not be compared.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
-from hf_posenc.errors import OptionError, PositionError, RecipeError, ShapeError
+from hf_posenc.errors import PositionError, RecipeError, ShapeError
 from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, PERPLEXITY, Grid
-from hf_posenc.recipes.evaluation.measure import Measure, Workers, different
+from hf_posenc.recipes.evaluation.measure import Corruption, Measure, Workers, different
 from hf_posenc.recipes.evaluation.predictions import losses, predictions
-from hf_posenc.recipes.loading import auto_class, is_masked
+from hf_posenc.recipes.loading import is_masked
 from hf_posenc.recipes.plots.curves import trained_mark
 
 # Scored tokens per window: few, because the shortest context must cover them.
 TARGETS = 64
 # Name of the axis of context lengths.
 CONTEXT = "tokens read"
-
-# A function from token ids `[B, n]` to corrupted token ids `[B, n]`.
-Corruption = Callable[[Tensor], Tensor]
 
 
 def context_curve(
@@ -62,20 +59,6 @@ def context_curve(
             f"{type(model).__name__} can read none of {', '.join(map(str, found.points))} tokens. Give shorter ones."
         )
     return found
-
-
-def check_corruption(measure: str, model: Any, corrupt: object) -> None:
-    """Raise `OptionError` unless a model with an encoder, which must not read the tokens to predict, has corruption."""
-    is_causal = auto_class(model.config) is AutoModelForCausalLM
-    if is_causal and corrupt is not None:
-        raise OptionError(
-            f"{measure}(corrupt=...): {type(model).__name__} has no encoder that reads a corrupted text; leave it out."
-        )
-    if not is_causal and corrupt is None:
-        raise OptionError(
-            f"{measure}(corrupt=None): the encoder of {type(model).__name__} must not read the tokens to predict; pass "
-            "hf_posenc.recipes.data.collation.corruptor(model.config, tokenizer).corrupt."
-        )
 
 
 def spread_windows(ids: Tensor, length: int, windows: int, *, targets: int) -> Tensor:
@@ -146,7 +129,8 @@ class ContextPerplexity(Measure):
 
     name = "perplexity"
     title = "Perplexity by context length"
-    takes_masked = True
+    takes = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForMaskedLM)
+    hides = True
 
     def __init__(
         self,
@@ -168,9 +152,6 @@ class ContextPerplexity(Measure):
             f"Perplexity of the same {targets} tokens in each of {windows} windows of text; for a masked language "
             "model, of the masked ones among them. Columns give the tokens read, the scored ones included."
         )
-
-    def check(self, model: Any) -> None:
-        check_corruption(type(self).__name__, model, self._corrupt)
 
     def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
         quantity = MASKED_PERPLEXITY if is_masked(model) else PERPLEXITY

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from hf_posenc.errors import OptionError, ShapeError
 from hf_posenc.recipes.evaluation.grid import Grid, Point, Quantity, share, successes
@@ -29,18 +30,18 @@ _PAIRS = 16
 class Recall(Measure):
     """A measure of ascending lengths, which ends at the first one where a model does no better than guessing.
 
-    Subclasses set `_axes`, the last of which has the lengths, `_quantities`, and `_rows`: prompts and answers, ordered
-    by length, then by sample, then by the points of other axes.
+    The last axis has the lengths. Rows are prompts and answers, ordered by length, then by sample, then by the points
+    of other axes.
     """
 
-    # For the notes of subclasses.
-    _ends: ClassVar[str] = "Where a model does no better than guessing, longer texts are left out."
     # Each token of an answer is scored, or every other one.
     _step: ClassVar[int] = 1
 
-    _axes: Mapping[str, tuple[Point, ...]]
-    _quantities: Sequence[Quantity]
-    _rows: Sequence[Row]
+    def __init__(
+        self, axes: Mapping[str, tuple[Point, ...]], quantities: Sequence[Quantity], rows: Sequence[Row], note: str
+    ) -> None:
+        self._axes, self._quantities, self._rows = axes, quantities, rows
+        self.note = f"{note} Where a model does no better than guessing, longer texts are left out."
 
     @abstractmethod
     def _found(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
@@ -105,15 +106,15 @@ class NeedleRetrieval(Recall):
             raise OptionError(f"depths={tuple(depths)}: expected numbers from 0 (the beginning) to 1 (the end).")
         self._symbols = (ordinary_tokens(ids) if symbols is None else symbols)[:_SYMBOLS]
         depths, lengths = different("depths", depths), different("lengths", lengths)
-        self._axes = {"depth": depths, "tokens read": lengths}
-        self._quantities = (successes("whole key", len(self._symbols) ** -_KEY), share("rank of the key", 0.5))
         generator = torch.Generator().manual_seed(seed)
         texts = [self._text(ids, length, generator) for length in lengths for _ in range(samples)]
-        self._rows = [_hidden(*text, depth) for text in texts for depth in depths]
-        self.note = (
+        super().__init__(
+            {"depth": depths, "tokens read": lengths},
+            (successes("whole key", len(self._symbols) ** -_KEY), share("rank of the key", 0.5)),
+            [_hidden(*text, depth) for text in texts for depth in depths],
             f"A key of {_KEY} tokens, each one of {len(self._symbols)} symbols, stands in a text at the "
             f"given depth (0 is the beginning); {samples} samples each. Whole key: the greedy continuation is the key. "
-            f"Rank: share of the other symbols that are less likely than the right one. {self._ends}"
+            "Rank: share of the other symbols that are less likely than the right one.",
         )
 
     def _text(self, ids: Tensor, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,6 +167,7 @@ class InductionCopy(Recall):
 
     name = "induction"
     title = "Copying a random sequence by length"
+    takes = (AutoModelForCausalLM,)
     axis = "tokens in both copies"
     _says = (
         "A random sequence, read twice. Columns give the length of both copies together. The second copy is scored, "
@@ -182,14 +184,13 @@ class InductionCopy(Recall):
         trained_length: int | None = None,
     ) -> None:
         lengths, count = different("lengths", lengths), len(symbols)
-        self._axes = {self.axis: lengths}
-        self._quantities = (
-            share("right tokens", 1 / count),
-            Quantity("loss", "mean", "nats per token", guess=math.log(count)),
-        )
         generator = torch.Generator().manual_seed(seed)
-        self._rows = [self._row(symbols, length, generator) for length in lengths for _ in range(samples)]
-        self.note = f"{self._says} {count} different tokens; {samples} samples per length. {self._ends}"
+        super().__init__(
+            {self.axis: lengths},
+            (share("right tokens", 1 / count), Quantity("loss", "mean", "nats per token", guess=math.log(count))),
+            [self._row(symbols, length, generator) for length in lengths for _ in range(samples)],
+            f"{self._says} {count} different tokens; {samples} samples per length.",
+        )
         self.mark = trained_mark(trained_length)
 
     def _row(self, symbols: Tensor, length: int, generator: torch.Generator) -> Row:
@@ -198,14 +199,6 @@ class InductionCopy(Recall):
             raise ShapeError(f"lengths: got {length}; expected even numbers, at least 4: both copies together.")
         once = _draw(symbols, length // 2, generator)
         return torch.cat([once, once[:1]]), once[1:]
-
-    def check(self, model: Any) -> None:
-        super().check(model)
-        if model.config.is_encoder_decoder:
-            raise OptionError(
-                f"{type(self).__name__} is not defined for {type(model).__name__}: its encoder would read what "
-                "is scored. Leave it out."
-            )
 
     def _found(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         return correct(logits, labels).double().mean(dim=1), losses(logits, labels).mean(dim=1)

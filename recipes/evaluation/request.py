@@ -23,8 +23,8 @@ from hf_posenc.recipes.data import sources
 from hf_posenc.recipes.data.collation import corruptor
 from hf_posenc.recipes.data.windows import encode
 from hf_posenc.recipes.evaluation.generation import Generation
-from hf_posenc.recipes.evaluation.measure import Measure, evaluate
-from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, Corruption, contexts_for
+from hf_posenc.recipes.evaluation.measure import Corruption, Measure, evaluate
+from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, contexts_for
 from hf_posenc.recipes.evaluation.recall import AssociativeRecall, InductionCopy, NeedleRetrieval
 from hf_posenc.recipes.evaluation.report import Report
 from hf_posenc.recipes.evaluation.text import ordinary_tokens, read_text, token_ids
