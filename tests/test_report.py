@@ -335,7 +335,8 @@ def test_a_bad_run_is_not_offered(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "model" / "adapter_model.safetensors").write_bytes(bytes(1234))
     for after, offered in ((2.5, False), (1.95, True)):
         verdict = judge(two_models(2.0, after), FACTS)
-        command._say_what_is_there(SimpleNamespace(folder=tmp_path, already=False, verdict=verdict))
+        outcome = SimpleNamespace(folder=tmp_path, already=False, verdict=verdict)
+        command._follow(tmp_path, lambda console, outcome=outcome: outcome)
         out = capsys.readouterr().out
         assert str(verdict) in out
         assert ("hf-posenc push" in out, "hf-posenc eval" in out) == (offered, offered)
@@ -349,9 +350,8 @@ def test_the_offered_control_is_a_recipe_that_is_found(
     recipe, folder = Recipe.read(words[0], words[1:]), tmp_path / "a run"
     folder.mkdir()
     (folder / files.RECIPE).write_text(recipe.text(), encoding="utf-8")
-    command._say_what_is_there(
-        SimpleNamespace(folder=folder, already=False, verdict=judge(two_models(2.0, 1.9), FACTS))
-    )
+    outcome = SimpleNamespace(folder=folder, already=False, verdict=judge(two_models(2.0, 1.9), FACTS))
+    command._follow(folder, lambda console: outcome)
     offered = next(line for line in capsys.readouterr().out.splitlines() if "hf-posenc train" in line)
     _, _, source, *changes, _, out = shlex.split(offered)
     control = Recipe.read(source, changes)
