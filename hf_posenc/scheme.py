@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import ExportError, OptionError
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
-from hf_posenc.ops.softmax import grouped_matmul, softmax_of_seen
+from hf_posenc.ops import grouped_matmul, softmax_of_seen
 from hf_posenc.structures import Adaptation, Bias, Equivalent, Folded, KeyScan, Locality, Nothing, Picture
 
 Result = TypeVar("Result")

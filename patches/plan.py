@@ -321,7 +321,7 @@ def explain(model: PreTrainedModel, *, length: int | None = None) -> Explanation
     _check_enabled("explain", architecture, model)
     names = {group.id: group.scheme for group in record.from_config(model.config)}
     layers = [(stack, i, names[x.posenc_group]) for stack, _, i, x in surgery.patched_layers(architecture, model)]
-    choices: list[tuple[attention.Choice, attention.Choice | None]] = []
+    choices: list[tuple[str, str | None]] = []
     try:
         with evaluating(model):
             for body in architecture.stacks(model).values():
@@ -330,14 +330,11 @@ def explain(model: PreTrainedModel, *, length: int | None = None) -> Explanation
         raise PositionError(
             f"explain: length={length} and one more token: {error} Or pass a smaller length."
         ) from error
-    found = [
-        LayerExecution(*layer, str(whole), None if step is None else str(step))
-        for layer, (whole, step) in zip(layers, choices, strict=True)
-    ]
+    found = [LayerExecution(*layer, whole, step) for layer, (whole, step) in zip(layers, choices, strict=True)]
     return Explanation(tuple(found), length)
 
 
-def _choices(body: Any, example: dict[str, Any], length: int) -> list[tuple[attention.Choice, attention.Choice | None]]:
+def _choices(body: Any, example: dict[str, Any], length: int) -> list[tuple[str, str | None]]:
     """Return what ran in each patched layer of a stack for a sequence, and for one more token."""
     tokens = example.get("input_ids")
     if tokens is not None:

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from hf_posenc.attention import Call, Mask, from_tensor, run
 from hf_posenc.errors import ArchitectureError, AttentionBackendError, DirectionError, NotPatchedError
 from hf_posenc.operands import LARGEST_COUNT, Block, Positions, Projection, Tokens, check_coords
-from hf_posenc.ops.softmax import grouped_matmul
+from hf_posenc.ops import grouped_matmul
 from hf_posenc.patches import cache as token_cache
 from hf_posenc.patches.cache import POSITIONS
 from hf_posenc.patches.context import (

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -228,3 +230,17 @@ def stacks_for(architecture: str, scheme: str) -> dict[str, str]:
     """Return the argument of `patch` that a scheme needs on an architecture: one for decoders only says so on T5."""
     causal_only = "bidirectional" not in registry.get(scheme).directions
     return {"stacks": "decoder"} if auto(architecture) is AutoModelForSeq2SeqLM and causal_only else {}
+
+
+class Largest(TorchDispatchMode):
+    """Keeps how many elements the largest tensor has that any operation makes, in backward passes, too."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                # What is expanded takes no memory.
+                self.size = max(self.size, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return made

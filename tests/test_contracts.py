@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from memory import Largest
+from models import Largest
 from torch import Tensor
 from variants import identify, variants
 

@@ -22,13 +22,13 @@ from pathlib import Path
 import pytest
 import test_engine
 import torch
-from test_engine import compare, left_padded, packed, plain, skipped
+from test_engine import compare, compare_errors, left_padded, packed, plain, skipped
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
 from hf_posenc import OptionError, Positions, Scheme, attend
-from hf_posenc.attention import Call, Choice, Mask, choose, executors
+from hf_posenc.attention import Call, Mask, choose, executors
 from hf_posenc.attention.blocks import Blocks
 from hf_posenc.attention.gpu import flex, trial
 from hf_posenc.structures import Bias
@@ -116,14 +116,10 @@ def check(case: Case, executor: str, *, length: int = 43, device: str = "cpu") -
         near = 4e-5 if "learned_slopes" in case.options else 2e-5
         compare(got, want, tolerance=1e-4 if device == "cuda" else near)
         return
-    # Both against float64, by the rms of the error: in half precision single numbers may fall to either side.
     exact = run(case, "dense", length=length, device=device, dtype=torch.float64)
-    for what, expected in exact.items():
-        if executor == "flex" and float(expected.abs().max()) < 1e-9:
-            continue  # its backward pass starts from the rounded output, which leaves something of sums that are zero
-        size = max(1.0, float(expected.square().mean().sqrt()))
-        mine, reference = (float((x[what].double() - expected).square().mean().sqrt()) for x in (got, want))
-        assert mine <= 2 * reference + 3e-2 * size, what
+    # The backward pass of `flex` starts from the rounded output, which leaves something of sums that are zero.
+    there = {what: x for what, x in exact.items() if executor != "flex" or float(x.abs().max()) >= 1e-9}
+    compare_errors(got, want, there, slack=3e-2)
 
 
 @pytest.fixture
@@ -148,7 +144,7 @@ def test_flex_equals_the_reference(case: Case, forced: None, monkeypatch: pytest
     check(case, "flex")
 
 
-@pytest.mark.parametrize("case", [Case("kerple", packed), Case("fox"), Case("fire", options=SHORT)], ids=str)
+@pytest.mark.parametrize("case", [Case("kerple", packed), Case("fox")], ids=str)
 def test_flex_is_one_graph(case: Case, forced: None) -> None:
     check(case, "flex")
 
@@ -259,7 +255,7 @@ def test_the_structure_of_a_scheme_decides(forced: None, monkeypatch: pytest.Mon
         call = Call(scheme, q, kv, kv, Positions(places, places), 39, 1.0, Mask("slots"))
         executor = choose(call)
         assert executor.name in executors(scheme)
-        assert str(Choice(executor.name, executor.form(call))) == want
+        assert executor.describe(call) == want
         # A few queries are not worth a kernel.
         assert choose(call.part(0, 8, 40)).name in ("dense", "sdpa")
 
@@ -308,28 +304,12 @@ def test_blocks_without_a_visible_key_are_skipped(
         keep = keep[:, None, None] if keep.ndim == 2 else keep[:, None, length - queries :]
     at, mask = Positions(places[:, length - queries :], places), Mask(rule, keep=keep, ahead=length - queries)
     got = flex._block_mask(Call(make(Case("kerple")), q, kv, kv, at, 2 * length, 1.0, mask))
-    shown, _ = mask.rows(0, queries, length, at)
+    shown, _ = mask.seen(at)
     padded = F.pad(shown.expand(2, HEADS, queries, length), (0, -length % 128, 0, -queries % 128))
     blocks = padded.unflatten(3, (-1, 128)).unflatten(2, (-1, 128))
     assert torch.equal(got.to_dense().bool().expand(2, HEADS, -1, -1), blocks.any(-1).any(3))
     whole = BlockMask.from_kv_blocks(got.full_kv_num_blocks, got.full_kv_indices).to_dense().bool()
     assert torch.equal(whole.expand(2, HEADS, -1, -1), blocks.all(-1).all(3))
-
-
-def test_one_compiled_function_serves_a_structure() -> None:
-    one, other = (
-        Call(
-            make(Case(name)),
-            *(torch.zeros(1, 4, 40, HEAD_DIM),) * 3,
-            Positions(*(torch.arange(40)[None],) * 2),
-            39,
-            1.0,
-        )
-        for name in ("kerple", "alibi")
-    )
-    function = flex._form(one)[1]
-    assert flex._form(other)[1] is function
-    assert flex._compiled(function, "cuda") is flex._compiled(function, "cuda")
 
 
 # -- the trial ---------------------------------------------------------------------------------------------------------

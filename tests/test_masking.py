@@ -10,7 +10,7 @@ from torch import Tensor
 
 import hf_posenc
 from hf_posenc.operands import Block, Positions
-from hf_posenc.ops.softmax import fill_hidden_, softmax_of_seen
+from hf_posenc.ops import fill_hidden_, softmax_of_seen
 from hf_posenc.schemes.cope import CoPE, between
 from hf_posenc.schemes.stick_breaking import StickBreaking
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from memory import Largest
+from models import Largest
 from torch import nn
 
 from hf_posenc import (

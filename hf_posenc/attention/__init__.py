@@ -1,15 +1,13 @@
 """Attention with a scheme: one record of a call, executors that must agree, and the choice between them."""
 
-from hf_posenc.attention.call import Call
+from hf_posenc.attention.call import Call, Executor
 from hf_posenc.attention.engine import EXECUTORS, choose, executors, recorded, run
-from hf_posenc.attention.executor import Choice, Executor
 from hf_posenc.attention.mask import Mask, from_tensor
 from hf_posenc.attention.standalone import attend, reach
 
 __all__ = [
     "EXECUTORS",
     "Call",
-    "Choice",
     "Executor",
     "Mask",
     "attend",

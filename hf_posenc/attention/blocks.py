@@ -12,9 +12,8 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from hf_posenc.attention.call import Call, Index, Rows
+from hf_posenc.attention.call import Call, Executor, Index, Rows
 from hf_posenc.attention.dense import all_rows
-from hf_posenc.attention.executor import Executor
 from hf_posenc.scheme import Scheme
 
 Result = TypeVar("Result")
@@ -38,7 +37,6 @@ class Blocks(Executor):
     """
 
     name = "blocks"
-    reshapes = windows = True
 
     def pays(self, call: Call) -> bool:
         return len(call.q) * call.q.shape[1] * call.queries * call.keys > _DENSE_LOGITS
@@ -142,7 +140,7 @@ class _ByBlocks(torch.autograd.Function):
         enabled, dtype = ctx.autocast
         with _replayed(ctx.random), torch.autocast(ctx.device, dtype=dtype, enabled=enabled):
             for rows in plan.found:
-                part = call.part(*rows, operands=sums.take(call.places(*rows)))
+                part = sums.take(call, rows)
                 sums.add(plan.gradients(part, rows, sums.targets, grad, kept))
                 sums.add_at(plan.beyond(call, rows, grad, kept))
         return (None, *sums.result())
@@ -161,13 +159,14 @@ class PartSums:
             for x, learns in zip(tensors, wanted, strict=True)
         ]
 
-    def take(self, places: Sequence[Index]) -> list[Tensor]:
-        """Return the parts of the operands, as tensors of their own: no gradient is padded to the size of the whole."""
-        self.places = (*places, *[()] * (len(self.tensors) - len(places)))
-        parts = [x[at].detach().requires_grad_(y) for x, at, y in zip(self.tensors, places, self.wanted, strict=False)]
-        everything = (*parts, *self.tensors[len(parts) :])
-        self.targets = [x for x, learns in zip(everything, self.wanted, strict=True) if learns]
-        return parts
+    def take(self, call: Call, rows: Rows) -> Call:
+        """Return a block of a call, on operands of its own: no gradient is padded to the size of the whole."""
+        part, places = call.part(*rows), call.places(*rows)
+        own = [x.detach().requires_grad_(learns) for x, learns in zip(part.operands(), self.wanted, strict=False)]
+        leaves = self.tensors[len(own) :]
+        self.places = (*places, *[()] * len(leaves))
+        self.targets = [x for x, learns in zip((*own, *leaves), self.wanted, strict=True) if learns]
+        return part.with_operands(own)
 
     def add(self, found: Iterable[Tensor | None]) -> None:
         """Take the gradients of the targets."""

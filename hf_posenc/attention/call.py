@@ -1,11 +1,12 @@
-"""One call of attention: the scheme, its operands and the mask in one record."""
+"""One call of attention in one record, and what every executor can be asked about it."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from hf_posenc.attention.mask import Mask, slots_tell_distances
 from hf_posenc.operands import Block, Positions
 from hf_posenc.scheme import Scheme
 
+# Minimum number of queries for the fused paths: fewer are not worth their calls.
+FEWEST_QUERIES = 32
 # Part of a tensor.
 Index: TypeAlias = tuple[slice, ...]
 # Operands of a call: the axis along which they have a part for each query or key.
@@ -139,10 +142,6 @@ class Call:
             first = self.mask.first_needed(start) if cut else 0
             yield Rows(start, stop, self.mask.keys_needed(stop, self.keys), first)
 
-    def visible(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the keys that may be seen and what is added to the logits, see `Mask.rows`."""
-        return self.mask.rows(0, self.queries, self.keys, self.positions)
-
     def block(self, keep: Tensor | None) -> Block:
         """Return the whole call as one block, given the keys that may be seen."""
         return Block(
@@ -180,26 +179,22 @@ class Call:
         axes = (_SIDES[field_name] for field_name, _, _ in self._named())
         return tuple((slice(None),) * axis + (sides[side],) for axis, side in axes)
 
-    def part(
-        self, start: int, stop: int, keys: int, first: int = 0, *, operands: Sequence[Tensor] | None = None
-    ) -> Call:
-        """Return the call of the queries `start:stop` against the keys `first:keys`, on parts of the operands."""
-        if operands is None:
-            places = self.places(start, stop, keys, first)
-            operands = [x[place] for x, place in zip(self.operands(), places, strict=True)]
-        positions = self.positions.rows(start, stop, keys, first)
-        return replace(self.with_operands(operands), positions=positions, mask=self.mask.part(start, stop, keys, first))
+    def part(self, start: int, stop: int, keys: int, first: int = 0) -> Call:
+        """Return the call of the queries `start:stop` against the keys `first:keys`."""
+        places = self.places(start, stop, keys, first)
+        operands = [x[place] for x, place in zip(self.operands(), places, strict=True)]
+        positions, mask = self.positions.rows(start, stop, keys, first), self.mask.part(start, stop, keys, first)
+        return self.with_operands(operands, positions=positions, mask=mask)
 
     def outline(self) -> Call:
         """Return the same call with only the shapes of its operands, to be kept after the forward pass.
 
         Autograd keeps the operands for the backward pass, or drops them under gradient checkpointing.
         """
-        return self.with_operands(outlines(self.operands()))
+        return self.with_operands([torch.empty_like(x, device="meta") for x in self.operands()])
 
-    def with_operands(self, operands: Sequence[Tensor]) -> Call:
-        """Return the same call on other tensors, in the order of `operands`."""
-        changed: dict[str, Any] = {}
+    def with_operands(self, operands: Sequence[Tensor], **changed: Any) -> Call:
+        """Return the same call on other tensors, in the order of `operands`, with other fields changed."""
         for (field_name, name, _), tensor in zip(self._named(), operands, strict=True):
             if name is None:
                 changed[field_name] = tensor
@@ -208,6 +203,53 @@ class Call:
         return replace(self, **changed)
 
 
-def outlines(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Return tensors of the same shapes and dtypes that take no memory."""
-    return tuple(torch.empty_like(x, device="meta") for x in tensors)
+# -- what runs it ----------------------------------------------------------------------------------------------------
+
+
+class Executor(ABC):
+    """One way to run attention. Every executor equals `Dense`, in outputs and in all gradients.
+
+    Attributes:
+        name: Name in `attend(executor=...)`, `plan` and `explain`.
+        learns_masks: A float mask that requires a gradient gets one.
+        traces: It can be part of a graph that is compiled or exported, which has no numbers to choose a form by.
+        refusal: Reasons not to compute a call, for an error; `None` leaves a call that was forced on it to the blocks.
+    """
+
+    name: ClassVar[str]
+    learns_masks: ClassVar[bool] = False
+    traces: ClassVar[bool] = False
+    refusal: ClassVar[str | None] = None
+
+    def knows(self, scheme: Scheme, device: torch.device) -> bool:
+        """Whether the scheme has the structure that the executor needs, on this kind of device."""
+        return True
+
+    def computes(self, call: Call) -> bool:
+        """Whether the executor computes this call correctly, given a scheme that it knows."""
+        return True
+
+    def pays(self, call: Call) -> bool:
+        """Whether the call is large enough for the executor."""
+        return True
+
+    def takes(self, call: Call) -> bool:
+        """Whether the executor runs this call, unless one before it in `EXECUTORS` does."""
+        return self.pays(call) and (self.learns_masks or not call.mask.learns) and self.fits(call)
+
+    def fits(self, call: Call) -> bool:
+        """Whether the executor computes this call correctly."""
+        return self.knows(call.scheme, call.device) and self.computes(call)
+
+    def form(self, call: Call) -> str | None:
+        """Return the form in which positions enter, where the executor has several."""
+        return None
+
+    def describe(self, call: Call) -> str:
+        """Return the name and the form."""
+        form = self.form(call)
+        return self.name if form is None else f"{self.name} ({form})"
+
+    @abstractmethod
+    def run(self, call: Call) -> tuple[Tensor, Tensor | None]:
+        """Return the output `[B, H, Q, D]`, and the weights `[B, H, Q, K]` if the executor gives any."""

@@ -6,17 +6,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_posenc.attention.call import Call
-from hf_posenc.attention.executor import Executor
+from hf_posenc.attention.call import Call, Executor
 from hf_posenc.operands import Block
-from hf_posenc.ops.softmax import grouped_matmul
+from hf_posenc.ops import grouped_matmul
 
 
 class Dense(Executor):
     """All rows at once. It runs any call."""
 
     name = "dense"
-    gives_weights = learns_masks = reshapes = windows = traces = True
+    learns_masks = traces = True
 
     def run(self, call: Call) -> tuple[Tensor, Tensor]:
         """Return the output `[B, H, Q, D]` and the weights `[B, H, Q, K]`, in the dtype of the values."""
@@ -28,7 +27,7 @@ class Dense(Executor):
 
 def all_rows(call: Call) -> tuple[Tensor, Tensor]:
     """Return output and weights of all queries and keys of a call."""
-    keep, bias = call.visible()
+    keep, bias = call.mask.seen(call.positions)
     block = call.block(keep)
     return from_logits(call, block, logits_of(call, block), bias)
 

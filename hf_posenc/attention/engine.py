@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.blocks import Blocks
-from hf_posenc.attention.call import Call
+from hf_posenc.attention.call import Call, Executor
 from hf_posenc.attention.cpu.fused import Fused
 from hf_posenc.attention.cpu.locality import Local
 from hf_posenc.attention.dense import Dense
-from hf_posenc.attention.executor import Choice, Executor
 from hf_posenc.attention.gpu.flex import Flex
 from hf_posenc.attention.gpu.kernels import Triton
 from hf_posenc.attention.sdpa import Sdpa
@@ -23,16 +22,16 @@ from hf_posenc.ops import transformed
 from hf_posenc.scheme import Scheme
 
 _BLOCKS = Blocks()
-# The first that takes a call runs it; the last takes any.
+# The first that takes a call runs it; the last takes any, and alone returns weights.
 EXECUTORS: tuple[Executor, ...] = (Sdpa(), Triton(), Flex(), Fused(), Local(), _BLOCKS, Dense())
 
-_RECORD: ContextVar[list[Choice] | None] = ContextVar("record", default=None)
+_RECORD: ContextVar[list[str] | None] = ContextVar("record", default=None)
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Choice]]:
-    """Collect the executors of all calls in this context."""
-    found: list[Choice] = []
+def recorded() -> Iterator[list[str]]:
+    """Collect the executors of all calls in this context, with the form in which positions entered, if several."""
+    found: list[str] = []
     token = _RECORD.set(found)
     try:
         yield found
@@ -48,11 +47,12 @@ def executors(scheme: Scheme, device: torch.device | None = None) -> tuple[str, 
 
 def choose(call: Call) -> Executor:
     """Return the executor that runs a call."""
+    *others, reference = EXECUTORS
     traced = torch.compiler.is_compiling() or transformed()
-    for executor in EXECUTORS:
+    for executor in () if call.need_weights else others:
         if (executor.traces or not traced) and executor.takes(call):
             return executor
-    raise AssertionError("the reference takes any call")
+    return reference
 
 
 def run(call: Call, *, executor: str | None = None) -> tuple[Tensor, Tensor | None]:
@@ -73,7 +73,7 @@ def run(call: Call, *, executor: str | None = None) -> tuple[Tensor, Tensor | No
     # A context variable would break a graph that is being compiled.
     record = None if torch.compiler.is_compiling() else _RECORD.get()
     if record is not None:
-        record.append(Choice(used.name, used.form(call)))
+        record.append(used.describe(call))
     output, weights = used.run(call)
     return output, weights if call.need_weights else None
 

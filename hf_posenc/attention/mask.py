@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -44,38 +44,48 @@ class Mask:
         return self.rule == "slots" and self.keep is None and self.bias is None and self.window is None
 
     @property
+    def windowed(self) -> bool:
+        """Whether keys beyond a window are hidden."""
+        return self.window is not None or self.span is not None
+
+    @property
     def learns(self) -> bool:
         """Whether gradients flow into the float mask."""
         return self.bias is not None and self.bias.requires_grad and torch.is_grad_enabled()
 
-    def rows(self, start: int, stop: int, keys: int, positions: Positions) -> tuple[Tensor | None, Tensor | None]:
-        """Return `keep` and `bias` for the query rows `start:stop` against the first `keys` keys."""
-        keep, bias = self.given_rows(start, stop, keys, positions)
-        if self.rule == "slots" and start + self.ahead + 1 < keys:
-            query = torch.arange(start + self.ahead, stop + self.ahead, device=positions.query.device)
-            key = torch.arange(keys, device=positions.query.device)
-            keep = _both(keep, (key <= query[:, None])[None, None])
-        if self.rule == "positions":
-            visible = positions.key[:, None, :keys] <= positions.query[:, start:stop, None]
-            keep = _both(keep, visible[:, None])
-        return keep, bias
+    def seen(self, positions: Positions, *, ruled: bool = True) -> tuple[Tensor | None, Tensor | None]:
+        """Return the keys that each query may see, `[B|1, H|1, Q|1, K]` (`None`: all), and what is added to the logits.
 
-    def given_rows(self, start: int, stop: int, keys: int, positions: Positions) -> tuple[Tensor | None, Tensor | None]:
-        """Return the same without the keys that the rule hides."""
-        keep = _rows(self.keep, start, stop, keys)
+        Without `ruled` those are seen, too, that the rule hides.
+        """
+        keep = self.keep
         if self.window is not None:
-            distance = positions.query[:, start:stop, None] - positions.key[:, None, :keys]
+            distance = positions.query[:, :, None] - positions.key[:, None, :]
             keep = _both(keep, (distance.abs() < self.window)[:, None])
         if self.span is not None:
-            oldest = torch.arange(start + self.ahead, stop + self.ahead, device=positions.query.device) - self.span
-            keep = _both(keep, (torch.arange(keys, device=oldest.device) > oldest[:, None])[None, None])
-        return keep, _rows(self.bias, start, stop, keys)
+            query, key = self._slots(positions)
+            keep = _both(keep, (key > query - self.span)[None, None])
+        if ruled and self.rule == "slots" and self.ahead + 1 < positions.key.shape[1]:
+            query, key = self._slots(positions)
+            keep = _both(keep, (key <= query)[None, None])
+        if ruled and self.rule == "positions":
+            keep = _both(keep, (positions.key[:, None, :] <= positions.query[:, :, None])[:, None])
+        return keep, self.bias
+
+    def _slots(self, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Return the slots of queries `[Q, 1]` and of keys `[K]`."""
+        query, key = (torch.arange(x.shape[1], device=x.device) for x in (positions.query, positions.key))
+        return query[:, None] + self.ahead, key
 
     def part(self, start: int, stop: int, keys: int, first: int = 0) -> Mask:
         """Return the mask of the query rows `start:stop` against the keys `first:keys`."""
-        keep, bias = (_rows(x, start, stop, keys, first) for x in (self.keep, self.bias))
+
+        def part(x: Tensor) -> Tensor:
+            return (x if x.shape[2] == 1 else x[:, :, start:stop])[..., first:keys]
+
+        keep, bias = (None if x is None else part(x) for x in (self.keep, self.bias))
         ahead = self.ahead + start - first if self.rule == "slots" else self.ahead
-        return Mask(self.rule, keep, bias, ahead, self.window, self.span)
+        return replace(self, keep=keep, bias=bias, ahead=ahead)
 
     def first_needed(self, start: int) -> int:
         """Return the first key that the query rows from `start` on may see, where slots tell distances."""
@@ -86,13 +96,6 @@ class Mask:
     def keys_needed(self, stop: int, keys: int) -> int:
         """Return the number of leading keys that the query rows before `stop` can see at most."""
         return min(stop + self.ahead, keys) if self.rule == "slots" else keys
-
-
-def _rows(tensor: Tensor | None, start: int, stop: int, keys: int, first: int = 0) -> Tensor | None:
-    if tensor is None:
-        return None
-    rows = tensor if tensor.shape[2] == 1 else tensor[:, :, start:stop]
-    return rows[..., first:keys]
 
 
 def _both(first: Tensor | None, second: Tensor) -> Tensor:
@@ -119,10 +122,8 @@ def from_tensor(
             f"queries, keys] = {list(shape)}. Pass a 2-D padding mask, or a 4-D mask of that shape."
         )
     mask = mask.expand(*mask.shape[:3], shape[3])
-    if mask.dtype == torch.bool:
-        return Mask(rule, keep=mask, window=window)
     if not mask.is_floating_point():
-        return Mask(rule, keep=mask != 0, window=window)
+        return Mask(rule, keep=mask if mask.dtype == torch.bool else mask != 0, window=window)
     keep = mask > _HIDDEN
     return Mask(rule, keep=keep, bias=mask.masked_fill(~keep, 0), window=window)
 

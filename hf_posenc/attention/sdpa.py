@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_posenc.attention.call import Call
-from hf_posenc.attention.executor import FEWEST_QUERIES, Executor
+from hf_posenc.attention.call import FEWEST_QUERIES, Call, Executor
 from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Folded
 
@@ -19,7 +18,7 @@ class Sdpa(Executor):
     """torch's own function, on operands that the scheme has folded its positions into where it acts on the matrix."""
 
     name = "sdpa"
-    learns_masks = windows = traces = True
+    learns_masks = traces = True
     refusal = "the model's own encoding is in the logits, queries are too far apart, or keys ahead of them are seen"
 
     def knows(self, scheme: Scheme, device: torch.device) -> bool:
@@ -30,7 +29,7 @@ class Sdpa(Executor):
         return call.scheme.folded() is None or call.queries >= FEWEST_QUERIES
 
     def computes(self, call: Call) -> bool:
-        if call.native_score is not None:
+        if call.native_score is not None or call.reshaped:
             return False
         folded = call.scheme.folded() if touches_the_matrix(call.scheme) else None
         return folded is None or _folds(folded, call)
@@ -55,7 +54,7 @@ class Sdpa(Executor):
             if length > 1:
                 causal = True
         else:
-            (keep, bias), causal = call.visible(), False
+            (keep, bias), causal = call.mask.seen(call.positions), False
             if bias is None:
                 mask = keep
             else:

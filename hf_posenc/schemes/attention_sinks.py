@@ -2,7 +2,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.operands import Block, Geometry
-from hf_posenc.ops.softmax import softmax_of_seen
+from hf_posenc.ops import softmax_of_seen
 from hf_posenc.scheme import Scheme, register_scheme
 
 

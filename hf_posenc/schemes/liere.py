@@ -3,7 +3,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.ops.rotations import rotate_halves, rotate_neighbours
+from hf_posenc.ops import rotate_halves, rotate_neighbours
 from hf_posenc.scheme import register_scheme
 from hf_posenc.schemes.families.block_rotary import BlockRotary, Turn
 from hf_posenc.schemes.families.generators import rotate_blocks, upper_skew

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.operands import Geometry, coordinates_of
-from hf_posenc.ops.rotations import Layout
+from hf_posenc.ops import Layout
 from hf_posenc.scheme import register_scheme, set_start
 from hf_posenc.schemes.families.rotary import PairRotation
 from hf_posenc.structures import Rotation

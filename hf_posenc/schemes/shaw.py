@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.operands import Block, Geometry
-from hf_posenc.ops.distances import by_distance, sums_by_distance
+from hf_posenc.ops import by_distance, sums_by_distance
 from hf_posenc.scheme import Scheme, draw_start, register_scheme
 from hf_posenc.structures import Adaptation, Locality
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.operands import Block, Geometry
-from hf_posenc.ops.softmax import fill_hidden_, grouped_matmul
+from hf_posenc.ops import fill_hidden_, grouped_matmul
 from hf_posenc.scheme import Scheme, register_scheme, set_start
 from hf_posenc.structures import KeyScan, Locality, Stick
 

@@ -5,8 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
-from hf_posenc.ops.rotations import turn_pairs
-from hf_posenc.ops.softmax import grouped_matmul
+from hf_posenc.ops import grouped_matmul, turn_pairs
 from hf_posenc.scheme import draw_start, register_scheme
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
 from hf_posenc.schemes.families.rotary import RotaryScheme

@@ -5,8 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.operands import Block, Geometry, Positions, Projection, Tokens
-from hf_posenc.ops.distances import by_distance
-from hf_posenc.ops.softmax import grouped_matmul
+from hf_posenc.ops import by_distance, grouped_matmul
 from hf_posenc.scheme import Scheme, draw_start, register_scheme
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
 from hf_posenc.structures import Adaptation, Bias, ContentBias, Vectors

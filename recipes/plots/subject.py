@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hf_posenc.attention import reach
 from hf_posenc.errors import NotPatchedError
 from hf_posenc.operands import Block, Geometry, Positions, Tokens
-from hf_posenc.ops.softmax import grouped_matmul
+from hf_posenc.ops import grouped_matmul
 from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.patch import evaluating, native_scheme, patch, refuse_wrapped, unpatch

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.blocks import PartSums, with_parameters
-from hf_posenc.attention.call import Call, Rows, outlines
+from hf_posenc.attention.call import Call, Rows
 from hf_posenc.structures import Bias, ContentBias
 
 # A weight of less than 2 to this, relative to the largest of a row, is taken for 0, also in double precision.
@@ -58,9 +58,9 @@ SomeBias = TypeVar("SomeBias", bound="BlockBias")
 class BlockBias:
     """A bias by blocks of rows, and the gradients of its inputs: the tensors that it is made of.
 
-    Between the passes autograd keeps the inputs, and the bias only their shapes: each pass works on a copy of its own,
-    see `for_pass`. A backward pass that sums up weights itself calls `learn` first; then, for each block, `pieces`,
-    `add` for all of its heads and rows of the batch, and `end`; and at last `gradients`.
+    Between the passes autograd keeps the inputs; each pass works on a copy of its own, see `for_pass`. A backward pass
+    that sums up weights itself calls `learn` first; then, for each block, `pieces`, `add` for all of its heads and rows
+    of the batch, and `end`; and at last `gradients`.
 
     Attributes:
         name: Name of the form.
@@ -85,11 +85,6 @@ class BlockBias:
         self.ahead = self.keys - self.queries
         self.slots = call.mask.rule == "slots"
         self.windowed = self.cuts and call.mask.window is not None and call.slots_tell_distances
-
-    def give_inputs(self) -> Sequence[Tensor]:
-        """Return the inputs, and keep their shapes only, see `Call.outline`."""
-        inputs, self.inputs = self.inputs, outlines(self.inputs)
-        return inputs
 
     def for_pass(self: SomeBias, inputs: Sequence[Tensor]) -> SomeBias:
         """Return a copy that has its inputs."""
@@ -193,10 +188,9 @@ class BlockBias:
 
     def piece(self, bias: Tensor, block: Rows, keys: slice, *, ruled: bool) -> Piece:
         """Return the bias of some keys of a block with the mask in it; with the mask's rule, if that is asked for."""
-        if ruled:
-            keep, added = self.mask.rows(block.start, block.stop, block.keys, self.positions)
-        else:
-            keep, added = self.mask.given_rows(block.start, block.stop, block.keys, self.positions)
+        if self.mask.only_ahead and not ruled:
+            return Piece(keys, bias)
+        keep, added = self.mask.part(*block).seen(self.positions.rows(*block), ruled=ruled)
         if added is not None:
             bias = bias + self.in_order(added[..., keys]).to(bias)
         if keep is not None:
@@ -305,7 +299,7 @@ class AnyBias(BlockBias):
 
     def pieces(self, block: Rows) -> list[Piece]:
         call = self.call.with_operands(self.inputs[: len(self.inputs) - len(self.parameters)])
-        part = call.part(*block, operands=self.sums.take(call.places(*block)) if self.learning else None)
+        part = self.sums.take(call, block) if self.learning else call.part(*block)
         content = part.content() if isinstance(self.added, ContentBias) else ()
         with torch.set_grad_enabled(self.learning):
             found = with_parameters(

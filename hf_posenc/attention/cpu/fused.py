@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_posenc.attention.call import Call
+from hf_posenc.attention.call import FEWEST_QUERIES, Call, Executor
 from hf_posenc.attention.cpu import kernel
 from hf_posenc.attention.cpu.biases import LEAST, NATS, AnyBias, BlockBias, KeysBias, parts_of
+from hf_posenc.attention.cpu.distances import PiecewiseBias, TableBias
 from hf_posenc.attention.cpu.kernel import Done
-from hf_posenc.attention.cpu.pieces import PiecewiseBias
 from hf_posenc.attention.cpu.products import ProductsBias
-from hf_posenc.attention.cpu.tables import TableBias
-from hf_posenc.attention.executor import FEWEST_QUERIES, Executor
-from hf_posenc.ops.softmax import grouped_matmul
+from hf_posenc.ops import grouped_matmul
 from hf_posenc.scheme import Scheme
 from hf_posenc.structures import ContentBias, DistanceTable, KeyBias, PiecewiseLinear
 
@@ -40,7 +38,6 @@ class Fused(Executor):
     """Blocks of rows through the fused kernel, each with its part of the bias."""
 
     name = "fused"
-    windows = True
 
     def knows(self, scheme: Scheme, device: torch.device) -> bool:
         return device.type == "cpu" and scheme.added() is not None and kernel.works()
@@ -59,7 +56,7 @@ class Fused(Executor):
         with torch.autocast(call.device.type, enabled=False):
             bias = _bias_of(call)
             q = bias.moved(call.q)
-        inputs = bias.give_inputs()
+        inputs, bias.inputs = bias.inputs, ()  # autograd keeps them
         output: Tensor = _Fused.apply(bias, call.scale, q, call.k, call.v, *inputs)  # type: ignore[no-untyped-call]
         return output, None
 

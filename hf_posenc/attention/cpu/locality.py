@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.blocks import BlockPlan, by_blocks
-from hf_posenc.attention.call import Call, Index, Rows
+from hf_posenc.attention.call import FEWEST_QUERIES, Call, Executor, Index, Rows
 from hf_posenc.attention.cpu import kernel
 from hf_posenc.attention.dense import from_logits, logits_of
-from hf_posenc.attention.executor import FEWEST_QUERIES, Executor
 from hf_posenc.operands import Block
-from hf_posenc.ops.softmax import fill_hidden_
+from hf_posenc.ops import fill_hidden_
 from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Locality
 
@@ -49,6 +48,7 @@ class Local(Executor):
             and mask.rule == "slots"
             and padding_only
             and mask.bias is None
+            and not mask.windowed
             and call.slots_tell_distances
         )
 
@@ -95,7 +95,7 @@ class _NearPlan(BlockPlan):
 
 
 def _near(part: Call, rows: Rows) -> _Near:
-    block = part.block(part.visible()[0])
+    block = part.block(part.mask.seen(part.positions)[0])
     return _Near(rows, part, block, logits_of(part, block))
 
 

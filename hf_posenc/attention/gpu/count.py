@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hf_posenc.attention.call import Call
 from hf_posenc.attention.gpu import tiles
 from hf_posenc.attention.gpu.tiles import (
     Shape,
@@ -27,6 +28,7 @@ from hf_posenc.attention.gpu.tiles import (
     store_rows,
     two_sum,
 )
+from hf_posenc.structures import GateCount
 
 
 @triton.jit
@@ -169,25 +171,19 @@ def _backward(
         store_rows(dgate_q, b, h, i, sizes.queries, of_gate_q.to(gate_tile.dtype), T)
 
 
-def count_gates(
-    shape: Shape, q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor, Tensor] | None, bias: Tensor, gate_scale: float
-) -> Tensor:
-    """Return the output `[B, H, Q, D]`.
-
-    Args:
-        shape: Shape of the call.
-        q: `[B, H, Q, D]`.
-        k: `[B, G, K, D]`.
-        v: `[B, G, K, D]`.
-        gates: Queries and keys, of the same shapes, by which gates open, where these are not `q` and `k`.
-        bias: At whole numbers from 0 on, float32 `[B, H, Q, N]`.
-        gate_scale: Factor on the products of `gates`.
-    """
-    output: Tensor = _CountGates.apply(shape, gate_scale, q, k, v, *(gates or (None, None)), bias)
+def run(scan: GateCount, call: Call) -> Tensor:
+    """Return the output `[B, H, Q, D]`."""
+    q, k = call.content()
+    gates = scan.keys(k, call.block(call.mask.keep))
+    opening = (None, None) if gates is None else (q, gates)
+    bias = scan.at(q, torch.empty(0, dtype=torch.float32, device=q.device))
+    output: Tensor = _CountGates.apply(tiles.shape_of(call), scan.scale, call.q, call.k, call.v, *opening, bias)
     return output
 
 
 class _CountGates(torch.autograd.Function):
+    """Takes `gate_q` and `gate_k`, by which gates open, if not by `q` and `k`; and the bias `[B, H, Q, N]`."""
+
     @staticmethod
     def forward(
         ctx: Any, shape: Shape, gate_scale: float, q: Tensor, k: Tensor, v: Tensor, gate_q: Tensor | None,

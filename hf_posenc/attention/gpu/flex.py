@@ -53,25 +53,19 @@ class Flex(CompiledExecutor):
         return super().computes(call) and table and call.q.shape[-1] >= _NARROWEST
 
     def form(self, call: Call) -> str:
-        return _form(call)[0]
+        return "key bias" if isinstance(call.scheme.added(), KeyBias) else "distance table"
 
     def run(self, call: Call) -> tuple[Tensor, None]:
-        device = call.device.type
+        device, added = call.device.type, call.scheme.added()
         with torch.autocast(device, enabled=False), torch._dynamo.config.patch(recompile_limit=_VARIANTS):
-            _, function, inputs = _form(call)
+            if isinstance(added, KeyBias):
+                inputs, run = _of_keys(added, call), _compiled(_add_of_keys, device)
+            else:
+                assert isinstance(added, (DistanceTable, PiecewiseLinear))
+                inputs, run = _of_table(added, call), _compiled(_add_of_table, device)
             # torch 2.13 drops the gradients of captured tensors that are views.
-            captured = [x.clone() if x.requires_grad else x for x in inputs()]
-            run = _compiled(function, device)
+            captured = [x.clone() if x.requires_grad else x for x in inputs]
             return run(call.q, call.k, call.v, _block_mask(call), call.scale, *captured), None
-
-
-def _form(call: Call) -> tuple[str, Callable[..., Tensor], Callable[[], tuple[Tensor, ...]]]:
-    """Return the name of a form, the function that adds the bias, and another that returns what it reads."""
-    added = call.scheme.added()
-    if isinstance(added, KeyBias):
-        return "key bias", _add_of_keys, lambda: _of_keys(added, call)
-    assert isinstance(added, (DistanceTable, PiecewiseLinear))
-    return "distance table", _add_of_table, lambda: _of_table(added, call)
 
 
 @functools.cache

@@ -35,13 +35,15 @@ class Triton(CompiledExecutor):
         return "stick" if isinstance(self.structure(call.scheme), Stick) else "gate count"
 
     def run(self, call: Call) -> tuple[Tensor, None]:
+        from hf_posenc.attention.gpu import count, stick
+
         found = self.structure(call.scheme)
         # Triton launches on the current GPU.
         with torch.autocast(call.device.type, enabled=False), torch.cuda.device_of(call.q):
             if isinstance(found, Stick):
-                return _stick(found, call), None
+                return stick.run(found, call), None
             assert isinstance(found, GateCount)
-            return _gate_count(found, call), None
+            return count.run(found, call), None
 
 
 def _own_keys_are_last(call: Call) -> bool:
@@ -51,30 +53,3 @@ def _own_keys_are_last(call: Call) -> bool:
         return call.mask.ahead == missing
     # In a cache there may be slots behind the queries.
     return missing >= 0 and bool((call.positions.key[:, missing:] == call.positions.query).all())
-
-
-def _stick(scan: Stick, call: Call) -> Tensor:
-    from hf_posenc.attention.gpu import stick, tiles
-
-    v = call.v
-    bias = None if scan.bias is None else scan.bias.float()
-    output, rest = stick.break_stick(tiles.shape_of(call), call.q, call.k, v, bias, current=scan.current)
-    if scan.rest is not None:
-        return output + (rest[..., None] * scan.rest.float()[:, None]).to(output)
-    if scan.rest_to_own:
-        length, before = call.queries, call.keys - call.queries
-        if call.mask.keep is not None:
-            rest = rest * call.mask.keep.expand(*call.mask.keep.shape[:2], length, -1).diagonal(before, -2, -1)
-        values = v[:, :, before:].repeat_interleave(call.q.shape[1] // v.shape[1], dim=1)
-        return output + (rest[..., None] * values).to(output)
-    return output
-
-
-def _gate_count(scan: GateCount, call: Call) -> Tensor:
-    from hf_posenc.attention.gpu import count, tiles
-
-    q, k = call.content()
-    gates = scan.keys(k, call.block(call.mask.keep))
-    bias = scan.at(q, torch.empty(0, dtype=torch.float32, device=q.device))
-    opening = None if gates is None else (q, gates)
-    return count.count_gates(tiles.shape_of(call), call.q, call.k, call.v, opening, bias, scan.scale)

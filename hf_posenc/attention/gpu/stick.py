@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hf_posenc.attention.call import Call
 from hf_posenc.attention.gpu import tiles
 from hf_posenc.attention.gpu.tiles import (
     Shape,
@@ -26,6 +27,7 @@ from hf_posenc.attention.gpu.tiles import (
     store_rows,
     two_sum,
 )
+from hf_posenc.structures import Stick
 
 # The logarithm of what is next to nothing: float32 does not see it among weights that sum to one.
 _NOTHING = tl.constexpr(-40.0)
@@ -123,24 +125,26 @@ def _backward(
         tl.atomic_add(dbias + h, tl.sum(total_bias, axis=0), sem="relaxed")
 
 
-def break_stick(
-    shape: Shape, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, current: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the weighted values `[B, H, Q, D]` and what is left of each stick, float32 `[B, H, Q]`.
-
-    Args:
-        shape: Shape of the call.
-        q: `[B, H, Q, D]`.
-        k: `[B, G, K, D]`.
-        v: `[B, G, K, D]`.
-        bias: Bias on the scaled logits, float32 `[H]`.
-        current: Whether a query's own key takes a piece.
-    """
-    output: tuple[Tensor, Tensor] = _BreakStick.apply(shape, current, q, k, v, bias)
-    return output
+def run(scan: Stick, call: Call) -> Tensor:
+    """Return the output `[B, H, Q, D]`."""
+    v, bias = call.v, None if scan.bias is None else scan.bias.float()
+    found: tuple[Tensor, Tensor] = _BreakStick.apply(tiles.shape_of(call), scan.current, call.q, call.k, v, bias)
+    output, rest = found
+    if scan.rest is not None:
+        values = scan.rest.float()[:, None]
+    elif scan.rest_to_own:
+        length, before = call.queries, call.keys - call.queries
+        if call.mask.keep is not None:
+            rest = rest * call.mask.keep.expand(*call.mask.keep.shape[:2], length, -1).diagonal(before, -2, -1)
+        values = v[:, :, before:].repeat_interleave(call.q.shape[1] // v.shape[1], dim=1)
+    else:
+        return output
+    return output + (rest[..., None] * values).to(output)
 
 
 class _BreakStick(torch.autograd.Function):
+    """Gives the weighted values `[B, H, Q, D]` and what is left of each stick, float32 `[B, H, Q]`."""
+
     @staticmethod
     def forward(
         ctx: Any, shape: Shape, current: bool, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None

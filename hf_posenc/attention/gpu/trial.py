@@ -17,9 +17,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.call import Call
+from hf_posenc.attention.call import FEWEST_QUERIES, Call, Executor
 from hf_posenc.attention.dense import Dense
-from hf_posenc.attention.executor import FEWEST_QUERIES, Executor
 from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Bias, KeyScan
 
@@ -61,7 +60,7 @@ class CompiledExecutor(Executor):
         return call.queries >= FEWEST_QUERIES
 
     def computes(self, call: Call) -> bool:
-        plain = call.one_softmax and call.mask.bias is None
+        plain = call.one_softmax and call.mask.bias is None and not call.mask.windowed
         return plain and call.q.dtype in _DTYPES and call.k.shape[1] == call.v.shape[1]
 
     def takes(self, call: Call) -> bool:
@@ -89,7 +88,7 @@ class CompiledExecutor(Executor):
 def _difference(executor: Executor, call: Call) -> str | None:
     """Return what is wrong with an executor, as the rest of a sentence."""
     part = _last_rows(call)
-    seen = part.visible()[0]
+    seen = part.mask.seen(part.positions)[0]
     rows = torch.ones((), device=call.device) if seen is None else seen.any(-1, keepdim=True)
     random = torch.Generator().manual_seed(0)
     weight = torch.randn(part.q.shape, generator=random, device="cpu").to(part.q) * rows

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_posenc.errors import OptionError
-from hf_posenc.ops import transformed
-from hf_posenc.ops.rotations import Layout, rotate_halves
+from hf_posenc.ops import Layout, rotate_halves, transformed
 
 
 def upper_skew(raw: Tensor) -> Tensor:

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import OptionError
 from hf_posenc.operands import Geometry, Projection, Tokens
-from hf_posenc.ops import placed
-from hf_posenc.ops.rotations import Layout, turn_pairs
+from hf_posenc.ops import Layout, placed, turn_pairs
 from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Rotation
 
