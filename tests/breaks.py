@@ -97,7 +97,7 @@ BREAKS = [
         "return carried + update.transpose(-1, -2)",
         "return carried + 0 * update.transpose(-1, -2)"),
     # Operations.
-    Break("hidden keys get a finite weight", "masking attend",
+    Break("hidden keys get a finite weight", "attend contracts",
         "logits = logits.masked_fill(~keep, torch.finfo(logits.dtype).min)",
         "logits = logits.masked_fill(~keep, -10.0)"),
     Break("sums by distance lose what is at the first vector and beyond", "attend content_relative",

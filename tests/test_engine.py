@@ -18,7 +18,6 @@ from hf_posenc import Geometry, NotPatchedError, OptionError, Positions, Scheme,
 from hf_posenc.attention import Call, Mask, choose, executors
 from hf_posenc.attention import blocks as blocks_module
 from hf_posenc.attention.cpu import biases, distances, fused, kernel
-from hf_posenc.attention.cpu.products import ProductsBias
 from hf_posenc.attention.mask import slots_tell_distances
 from hf_posenc.operands import Tokens
 
@@ -39,13 +38,6 @@ def make(name: str, *, causal: bool = True, kv_heads: int = KV_HEADS, head_dim: 
     return models.moved(build(name, Geometry(causal=causal, **sizes), **{**FORMS.get(name, {}), **options}), 0.3)
 
 
-FAST = [
-    (name, direction, executor)
-    for name, info in schemes().items()
-    for direction in info.directions
-    for executor in executors(make(name, causal=direction == "causal"))
-    if executor in ("fused", "locality")
-]
 # Vectors per distance that end near, far, not at all, or on one side only.
 PRODUCTS = [
     ("transformer_xl", {}),
@@ -57,8 +49,14 @@ PRODUCTS = [
     ("disentangled", {"max_distance": 64, "p2c": False}),
     ("disentangled", {"max_distance": 65, "c2p": False}),
 ]
-
-
+FAST = [
+    (name, direction, {}, executor)
+    for name, info in schemes().items()
+    for direction in info.directions
+    for executor in executors(make(name, causal=direction == "causal"))
+    if executor in ("fused", "locality")
+]
+FAST += [(name, "causal", options, "fused") for name, options in PRODUCTS]
 # One scheme for each form of a bias, and for each kind of locality.
 FORM_OF_EACH = [
     ("kerple", "fused"), ("fire", "fused"), ("fox", "fused"), ("disentangled", "fused"), ("cope", "locality"),
@@ -162,11 +160,17 @@ def check(scheme: Scheme, executor: str, places: Tensor, mask: Tensor | None, **
     compare(got, want, tolerance=1e-9)
 
 
-@pytest.mark.parametrize("layout", [plain, left_padded, packed, skipped, skipped_apart], ids=lambda f: f.__name__)
-@pytest.mark.parametrize(("name", "direction", "executor"), FAST)
-def test_equals_the_reference_over_many_blocks(name: str, direction: str, executor: str, layout) -> None:
+@pytest.mark.parametrize(
+    ("layout", "groups"),
+    [(plain, 1), (left_padded, 2), (packed, 4), (skipped, 2), (skipped_apart, 2)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@pytest.mark.parametrize(("name", "direction", "options", "executor"), FAST, ids=str)
+def test_equals_the_reference_over_many_blocks(
+    name: str, direction: str, options: dict, executor: str, layout, groups: int
+) -> None:
     # More than one block of 256 forwards, of 128 and of 64, none of them full.
-    check(make(name, causal=direction == "causal").double(), executor, *layout(301))
+    check(make(name, causal=direction == "causal", kv_heads=groups, **options).double(), executor, *layout(301))
 
 
 @pytest.mark.parametrize("numbers", [1, 2**15], ids=["rows of the batch", "several rows"])
@@ -326,9 +330,7 @@ def test_parameters_that_change_before_the_backward_pass_are_noticed(executor: s
 
 @settings(max_examples=30, deadline=None)
 @given(
-    case=st.sampled_from(
-        [*((*case, {}) for case in FAST), *((n, "causal", "fused", options) for n, options in PRODUCTS)]
-    ),
+    case=st.sampled_from(FAST),
     length=st.integers(33, 420),
     queries=st.integers(1, 420),
     padding=st.integers(0, 90),
@@ -336,9 +338,9 @@ def test_parameters_that_change_before_the_backward_pass_are_noticed(executor: s
     start=st.integers(0, 300),
 )
 def test_equals_the_reference_for_any_shape(
-    case: tuple[str, str, str, dict], length: int, queries: int, padding: int, groups: int, start: int
+    case: tuple[str, str, dict, str], length: int, queries: int, padding: int, groups: int, start: int
 ) -> None:
-    name, direction, executor, options = case
+    name, direction, options, executor = case
     mask, places = None, torch.arange(length)[None] + start
     if 0 < padding < length:
         mask = torch.ones(2, length, dtype=torch.bool)
@@ -648,28 +650,6 @@ def test_no_tensor_grows_with_the_square(name: str, executor: str, layout) -> No
 # -- products with one vector per distance -----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def used(monkeypatch: pytest.MonkeyPatch) -> list[ProductsBias]:
-    """Those that are made."""
-    found: list[ProductsBias] = []
-    made = ProductsBias.__init__
-
-    def noted(self: ProductsBias, *args: object) -> None:
-        made(self, *args)
-        found.append(self)
-
-    monkeypatch.setattr(ProductsBias, "__init__", noted)
-    return found
-
-
-@pytest.mark.parametrize(("groups", "layout"), [(1, plain), (2, left_padded), (4, packed)])
-@pytest.mark.parametrize(("name", "options"), PRODUCTS, ids=str)
-def test_products_equal_the_reference(name: str, options: dict, layout, groups: int, used: list) -> None:
-    # Three blocks, the last of which is not full.
-    check(make(name, kv_heads=groups, **options).double(), "fused", *layout(301))
-    assert len(used) == 1
-
-
 @pytest.mark.parametrize("max_distance", [1, 2, 3])
 def test_products_that_end_next_to_a_query(max_distance: int) -> None:
     """What is near begins at a tile of keys, which must not be the one after the first query's own key."""
@@ -680,9 +660,7 @@ def test_products_that_end_next_to_a_query(max_distance: int) -> None:
 
 @pytest.mark.parametrize(("native", "strength"), [("remove", 1.0), ("keep", 1.0), ("keep", 0.3)])
 @pytest.mark.parametrize(("name", "options"), PRODUCTS[::3], ids=str)
-def test_products_in_a_model_that_keeps_its_rotation(
-    name: str, options: dict, native: str, strength: float, used: list
-) -> None:
+def test_products_in_a_model_that_keeps_its_rotation(name: str, options: dict, native: str, strength: float) -> None:
     """Queries and keys of the logits are rotated there, and those of the vectors are not."""
     model = models.moved(hf_posenc.patch(models.stock("llama"), name, native=native, **options), seed=3)
     if native == "keep":
@@ -691,16 +669,15 @@ def test_products_in_a_model_that_keeps_its_rotation(
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
         model.zero_grad()
-        models.loss(model, "llama", ids).backward()
+        with attention.recorded() as record:
+            models.loss(model, "llama", ids).backward()
         found.append({key: x.grad.clone() for key, x in model.named_parameters() if x.grad is not None})
-        assert bool(used) == (implementation == "sdpa")
+        assert set(record) == {"dense" if implementation == "eager" else "fused (products by distance)"}
     assert found[0].keys() == found[1].keys()
     for key, want in found[0].items():
         torch.testing.assert_close(found[1][key], want, rtol=0, atol=2e-4 * max(1e-3, float(want.abs().max())), msg=key)
 
 
-def test_what_is_far_passes_no_products(used: list) -> None:
-    scheme = make("disentangled", max_distance=20)
-    one_attention(scheme, "fused", *plain(400))
-    (bias,) = used
-    assert bias.far == 20  # all beyond have the same vector
+def test_what_is_far_passes_no_products() -> None:
+    call, _ = call_and_leaves(make("disentangled", max_distance=20).double(), plain(400)[0], Mask("slots"))
+    assert fused._bias_of(call).far == 20  # all beyond have the same vector

@@ -10,6 +10,7 @@ On a GPU, compiled:
     python -m pytest tests/test_gpu_executors.py -m gpu
 """
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -88,9 +89,9 @@ KERNELS = [
 ]
 STICK, COUNT = {"CURRENT": False, "HAS_BIAS": True}, {"N": 64, "OWN_GATES": True}
 COMPILED = [
-    (module, kernel, constants, {} if kernel == "_forward" else {"num_warps": 8, "num_stages": 1})
-    for module, constants in (("stick", STICK), ("count", COUNT))
-    for kernel in ("_forward", "_backward")
+    (f"_{name}_{way}", constants, {"num_warps": 8, "num_stages": 1} if way == "backward" else {})
+    for name, constants in (("stick", STICK), ("count", COUNT))
+    for way in ("forward", "backward")
 ]
 
 
@@ -171,15 +172,15 @@ def test_kernels_in_the_interpreter() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or not TRITON, reason="needs Triton without its interpreter")
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(("module", "kernel", "constants", "options"), COMPILED)
-def test_kernels_compile_without_a_gpu(module: str, kernel: str, constants: dict, options: dict) -> None:
+@pytest.mark.parametrize(("kernel", "constants", "options"), COMPILED)
+def test_kernels_compile_without_a_gpu(kernel: str, constants: dict, options: dict) -> None:
     # The interpreter takes what the compiler refuses. Operands are bfloat16.
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     tiles = importlib.import_module("hf_posenc.attention.gpu.tiles")
-    function = getattr(importlib.import_module(f"hf_posenc.attention.gpu.{module}"), kernel)
+    function = getattr(importlib.import_module("hf_posenc.attention.gpu.scans"), kernel)
     steps = ["i32"] * 4
     # Gradients that several programs add to are float32.
     wide, narrow = (tiles.Matrix(pointer, *steps[:3]) for pointer in ("*fp32", "*bf16"))
@@ -188,7 +189,7 @@ def test_kernels_compile_without_a_gpu(module: str, kernel: str, constants: dict
         "sizes": tiles.Sizes(*steps, "i32"),
         **dict.fromkeys(("q", "k", "v", "gate_q", "gate_k", "grad", "dq", "dgate_q"), narrow),
         **dict.fromkeys(("dk", "dv", "dgate_k"), wide),
-        "out": wide if module == "count" else narrow,
+        "out": wide if kernel == "_count_forward" else narrow,
         **dict.fromkeys(("scale", "gate_scale"), "fp32"),
         **dict.fromkeys(("first_near", "first_taking"), "*i32"),
     }
@@ -260,17 +261,14 @@ def test_the_structure_of_a_scheme_decides(forced: None, monkeypatch: pytest.Mon
         assert choose(call.part(0, 8, 40)).name in ("dense", "sdpa")
 
 
-def test_a_mask_that_is_added_goes_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "executor"), [("kerple", "flex"), ("cope", "triton")])
+def test_a_mask_that_is_added_goes_by_blocks(monkeypatch: pytest.MonkeyPatch, name: str, executor: str) -> None:
     monkeypatch.setattr(trial, "available", lambda device: True)
-    for name, executor in (("kerple", "flex"), ("cope", "triton")):
-        scheme = make(Case(name))
-        q, kv = torch.randn(1, HEADS, 5, HEAD_DIM), torch.randn(1, KV_HEADS, 5, HEAD_DIM)
-        places, bias = torch.arange(5)[None], torch.randn(1, 1, 5, 5)
-        got, want = (
-            attend(scheme, q, kv, kv, query_positions=places, key_positions=places, mask=bias, executor=which)
-            for which in (executor, "dense")
-        )
-        torch.testing.assert_close(got, want)
+    (places, _), operands = plain(5), (torch.randn(1, heads, 5, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    call = functools.partial(
+        attend, make(Case(name)), *operands, query_positions=places, key_positions=places, mask=torch.randn(1, 1, 5, 5)
+    )
+    torch.testing.assert_close(call(executor=executor), call(executor="dense"))
 
 
 def test_without_a_gpu_they_are_refused() -> None:
@@ -282,7 +280,7 @@ def test_without_a_gpu_they_are_refused() -> None:
 
 def test_kernels_wait_for_triton() -> None:
     files = Path(trial.__file__).parents[1].rglob("*.py")
-    assert {x.stem for x in files if "import triton" in x.read_text()} == {"count", "stick", "tiles"}
+    assert {x.stem for x in files if "import triton" in x.read_text()} == {"scans", "tiles"}
 
 
 # -- blocks of a mask --------------------------------------------------------------------------------------------------
@@ -320,14 +318,26 @@ class Tried(trial.CompiledExecutor):
 
     name = "tried"
 
-    def __init__(self, compute: Callable[[Call], Tensor]) -> None:
-        self.compute = compute
+    def __init__(self, change: Callable[[Call], Call] = lambda call: call, factor: float = 1.0) -> None:
+        self.change, self.factor = change, factor
 
     def structure(self, scheme: Scheme) -> Bias | None:
         return scheme.added()
 
     def run(self, call: Call) -> tuple[Tensor, None]:
-        return self.compute(call), None
+        return self.factor * Blocks().run(self.change(call))[0], None
+
+
+def fail(call: Call) -> Call:
+    raise RuntimeError("PTX version too new")
+
+
+RIGHT, FAILING = Tried(), Tried(fail)
+WRONG = [
+    (Tried(factor=1.1), "is off by 1.0e-01 in its output"),
+    (Tried(lambda call: replace(call, k=call.k.detach() + 0 * call.k)), "is off by 1.0e\\+00 in its gradient of k"),
+    (FAILING, "does not run \\(RuntimeError: PTX version too new\\)"),
+]
 
 
 def padded_call() -> Call:
@@ -337,46 +347,22 @@ def padded_call() -> Call:
     return Call(scheme, q, k, v, at, reach=82, scale=0.2, mask=Mask("slots", keep=mask[:, None, None]))
 
 
-def as_the_reference(call: Call) -> Tensor:
-    return Blocks().run(call)[0]
-
-
-def wrong_values(call: Call) -> Tensor:
-    return 1.1 * as_the_reference(call)
-
-
-def wrong_gradients(call: Call) -> Tensor:
-    return as_the_reference(replace(call, k=call.k.detach() + 0 * call.k))
-
-
-def does_not_compile(call: Call) -> Tensor:
-    raise RuntimeError("PTX version too new")
-
-
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_kernel_that_does_as_the_reference_is_used(monkeypatch: pytest.MonkeyPatch, inference: bool) -> None:
     monkeypatch.setattr(trial, "_RESULTS", {})
     with torch.inference_mode(inference):
         call = padded_call()
-        assert Tried(as_the_reference).passed(call)
-        assert Tried(does_not_compile).passed(call), "it is tried once"
-        other = Tried(does_not_compile)
-        monkeypatch.setattr(other, "form", lambda call: "another form")
+        assert RIGHT.passed(call)
+        assert FAILING.passed(call), "it is tried once"
+        monkeypatch.setattr(FAILING, "form", lambda call: "another form")
         with pytest.warns(UserWarning, match="does not run"):
-            assert not other.passed(call), "each form is tried"
+            assert not FAILING.passed(call), "each form is tried"
 
 
-@pytest.mark.parametrize(
-    ("compute", "problem"),
-    [
-        (wrong_values, "is off by 1.0e-01 in its output"),
-        (wrong_gradients, "is off by 1.0e\\+00 in its gradient of k"),
-        (does_not_compile, "does not run \\(RuntimeError: PTX version too new\\)"),
-    ],
-)
-def test_any_other_is_not_used_and_says_so(monkeypatch: pytest.MonkeyPatch, compute: Callable, problem: str) -> None:
+@pytest.mark.parametrize(("kernel", "problem"), WRONG)
+def test_any_other_is_not_used_and_says_so(monkeypatch: pytest.MonkeyPatch, kernel: Tried, problem: str) -> None:
     monkeypatch.setattr(trial, "_RESULTS", {})
     call = padded_call()
     with pytest.warns(UserWarning, match=f"The tried kernel for KERPLE {problem} on cpu. Attention goes by blocks"):
-        assert not Tried(compute).passed(call)
-    assert not Tried(as_the_reference).passed(call), "it is tried once"
+        assert not kernel.passed(call)
+    assert not RIGHT.passed(call), "it is tried once"

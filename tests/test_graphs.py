@@ -70,13 +70,16 @@ def step(model: Any, call: nn.Module) -> list[Tensor]:
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
+def compiled(model: Any) -> Any:
+    return torch.compile(model, backend="eager", fullgraph=True)
+
+
 @pytest.mark.grid
 @pytest.mark.parametrize("scheme", WITH_STATE)
 def test_filling_a_cache_and_going_on_is_one_graph(scheme: str) -> None:
     """The second forward is of another length."""
-    model = patched(scheme)
-    whole: Any = torch.compile(model, backend="eager", fullgraph=True)
-    tokens = ids(2, 12)
+    model, tokens = patched(scheme), ids(2, 12)
+    whole = compiled(model)
     with torch.no_grad():
         want = model(tokens).logits
         first = whole(tokens[:, :9])
@@ -88,15 +91,14 @@ def test_filling_a_cache_and_going_on_is_one_graph(scheme: str) -> None:
 @training_step
 def test_a_training_step_is_one_graph(scheme: str) -> None:
     model = patched(scheme).train()
-    whole: Any = torch.compile(model, backend="eager", fullgraph=True)
-    for got, expected in zip(step(model, whole), step(model, model), strict=True):
+    for got, expected in zip(step(model, compiled(model)), step(model, model), strict=True):
         torch.testing.assert_close(got, expected, **SAME)
 
 
 @pytest.mark.grid
 def test_neighbouring_channels_turn_in_one_graph() -> None:
     model = hf_posenc.patch(models.tiny("gpt2"), "rope", layout="interleaved").eval()
-    whole: Any = torch.compile(model, backend="eager", fullgraph=True)
+    whole = compiled(model)
     with torch.no_grad():
         patched = model(ids(2, 12)).logits
         torch.testing.assert_close(whole(ids(2, 12)).logits, patched, **SAME)
@@ -107,36 +109,30 @@ def test_neighbouring_channels_turn_in_one_graph() -> None:
         torch.testing.assert_close(whole(ids(2, 12)).logits, patched, **SAME)
 
 
-@pytest.mark.grid
-def test_a_second_length_runs_in_one_graph() -> None:
-    """The compiler has a symbol for the length then."""
-    model = patched("rope")
-    whole: Any = torch.compile(model, backend="eager", fullgraph=True)
+def plain(length: int) -> dict[str, Tensor]:
+    return {"input_ids": ids(2, length), "attention_mask": torch.ones(2, length, dtype=torch.long)}
+
+
+PADDED, PACKED = plain(12), {"input_ids": ids(2, 12)}
+PADDED["attention_mask"][0, :3] = 0
+PACKED["position_ids"] = torch.tensor([[*range(5), *range(7)], [*range(8), *range(4)]])
+# The compiler has a symbol for the length from the second on.
+LENGTHS = [{"input_ids": ids(2, n)} if bare else plain(n) for n in (12, 9, 5) for bare in (True, False)]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "calls"),
+    [("t5", [PADDED]), ("t5", [PACKED]), pytest.param("rope", LENGTHS, marks=pytest.mark.grid)],
+    ids=["padded", "packed", "other lengths"],
+)
+def test_forwards_are_one_graph(scheme: str, calls: list[dict[str, Tensor]]) -> None:
+    model = patched(scheme)
+    whole = compiled(model)
     with torch.no_grad():
-        for length in (12, 9, 5):
-            for call in ({}, {"attention_mask": torch.ones(2, length, dtype=torch.long)}):
-                got = whole(ids(2, length), use_cache=False, **call).logits
-                torch.testing.assert_close(got, model(ids(2, length)).logits, **SAME)
-
-
-def padded(model: Any) -> dict[str, Tensor]:
-    mask = torch.ones(2, 12, dtype=torch.long)
-    mask[0, :3] = 0
-    return {"input_ids": ids(2, 12), "attention_mask": mask}
-
-
-def packed(model: Any) -> dict[str, Tensor]:
-    return {"input_ids": ids(2, 12), "position_ids": torch.tensor([[*range(5), *range(7)], [*range(8), *range(4)]])}
-
-
-@pytest.mark.parametrize("inputs", [padded, packed])
-def test_rows_of_unequal_texts(inputs: Callable[[Any], dict[str, Tensor]]) -> None:
-    model = patched("t5")
-    call = inputs(model)
-    real = call.get("attention_mask", torch.ones(2, 12)).bool()
-    whole: Any = torch.compile(model, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        torch.testing.assert_close(whole(**call).logits[real], model(**call).logits[real], **SAME)
+        for call in calls:
+            real = call.get("attention_mask", torch.ones(call["input_ids"].shape)).bool()
+            got, want = (run(**call, use_cache=False).logits[real] for run in (whole, model))
+            torch.testing.assert_close(got, want, **SAME)
 
 
 @decoding

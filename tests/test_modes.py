@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,29 +25,18 @@ LOOKS: dict[str, Callable[[Any], object]] = {
 }
 
 
-def partly_trained() -> tuple[Any, list[bool]]:
-    """A model whose head is in evaluation mode, as a frozen part may be."""
-    model = hf_posenc.patch(stock("llama"), "kerple").train()
-    model.get_output_embeddings().eval()
-    return model, [module.training for module in model.modules()]
-
-
-@pytest.mark.parametrize("look", LOOKS)
-def test_what_looks_at_a_model(look: str) -> None:
-    model, before = partly_trained()
-    LOOKS[look](model)
-    assert [module.training for module in model.modules()] == before
-
-
-def test_also_after_an_error() -> None:
-    model, before = partly_trained()
-
-    def fail() -> None:
+def fail(model: Any) -> None:
+    with contextlib.suppress(RuntimeError), evaluating(model):
         assert not any(module.training for module in model.modules())
         raise RuntimeError
 
-    with pytest.raises(RuntimeError), evaluating(model):
-        fail()
+
+@pytest.mark.parametrize("look", [*LOOKS.values(), fail], ids=[*LOOKS, "an error"])
+def test_what_looks_at_a_model(look: Callable[[Any], object]) -> None:
+    model = hf_posenc.patch(stock("llama"), "kerple").train()
+    model.get_output_embeddings().eval()  # as a frozen part may be
+    before = [module.training for module in model.modules()]
+    look(model)
     assert [module.training for module in model.modules()] == before
 
 

@@ -35,15 +35,15 @@ class Triton(CompiledExecutor):
         return "stick" if isinstance(self.structure(call.scheme), Stick) else "gate count"
 
     def run(self, call: Call) -> tuple[Tensor, None]:
-        from hf_posenc.attention.gpu import count, stick
+        from hf_posenc.attention.gpu import scans
 
         found = self.structure(call.scheme)
         # Triton launches on the current GPU.
         with torch.autocast(call.device.type, enabled=False), torch.cuda.device_of(call.q):
             if isinstance(found, Stick):
-                return stick.run(found, call), None
+                return scans.break_stick(found, call), None
             assert isinstance(found, GateCount)
-            return count.run(found, call), None
+            return scans.count_gates(found, call), None
 
 
 def _own_keys_are_last(call: Call) -> bool:
