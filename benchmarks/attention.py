@@ -210,7 +210,7 @@ def with_a_view(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Case:
         output, lse = forward()
         for here, keys, bias in blocks():
             of_rows, q_rows, out_rows, lse_rows = (x[:, :, here].flip(2) for x in (grad, q, output, lse))
-            done = kernel.Done(q_rows, k[:, :, keys], v[:, :, keys], out_rows, lse_rows)
+            done = (q_rows, k[:, :, keys], v[:, :, keys], out_rows, lse_rows)
             found = kernel.backward(of_rows, done, bias, scale)
             of_q[:, :, here] = found[0].flip(2)
             of_k[:, :, keys] += found[1]

@@ -1,7 +1,5 @@
 """Functions of tensors that several schemes and executors use: rotations, products, hidden keys, distances."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

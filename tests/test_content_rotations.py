@@ -1,7 +1,5 @@
 """Rotations by content: slow references, and the start on top of positions."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

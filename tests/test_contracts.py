@@ -1,7 +1,5 @@
 """What every scheme promises as a module, with all its options: derivatives, padding, order, memory, refusals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -104,10 +104,9 @@ def run(
 ) -> dict[str, Tensor]:
     """Output and gradients of a random call."""
     dtype = dtype or case.dtype
-    scheme = make(case).to(device)
-    scheme = scheme.double() if dtype == torch.float64 else scheme
-    at = case.layout(length)
-    return test_engine.one_attention(scheme, executor, *at, queries=case.queries, dtype=dtype, device=device)
+    scheme = make(case).to(device, torch.float64 if dtype == torch.float64 else None)
+    call = {"queries": case.queries, "dtype": dtype, "device": device}
+    return test_engine.one_attention(scheme, executor, *case.layout(length), **call)
 
 
 def check(case: Case, executor: str, *, length: int = 43, device: str = "cpu") -> None:
@@ -207,13 +206,9 @@ def test_kernels_compile_without_a_gpu(kernel: str, constants: dict, options: di
 class TestCompiled:
     """The same on a GPU: odd lengths over many tiles, compiled."""
 
-    @pytest.mark.parametrize("case", FLEX, ids=str)
-    def test_flex(self, case: Case) -> None:
-        check(case, "flex", length=301, device="cuda")
-
-    @pytest.mark.parametrize("case", KERNELS, ids=str)
-    def test_kernels(self, case: Case) -> None:
-        check(case, "triton", length=301, device="cuda")
+    @pytest.mark.parametrize("case", [*FLEX, *KERNELS], ids=str)
+    def test_equals_the_reference(self, case: Case) -> None:
+        check(case, "flex" if case in FLEX else "triton", length=301, device="cuda")
 
     @pytest.mark.parametrize("width", [16, 64, 80, 128])
     @pytest.mark.parametrize("name", ["stick_breaking", "cope"])

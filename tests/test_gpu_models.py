@@ -3,8 +3,6 @@
 python -m pytest tests/test_gpu_models.py -m gpu
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Compiled and exported models: one graph, the numbers of the eager model, and few compilations."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What looks at a model leaves each module in the mode that it was in."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from pathlib import Path

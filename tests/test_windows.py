@@ -1,7 +1,5 @@
 """A window as an option of any scheme, and hybrids of local and global layers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Any scheme in O(S x block) memory: query blocks one after the other, each computed again in the backward pass."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """One call of attention in one record, and what every executor can be asked about it."""
 
-from __future__ import annotations
-
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -179,21 +177,21 @@ class Call:
         axes = (_SIDES[field_name] for field_name, _, _ in self._named())
         return tuple((slice(None),) * axis + (sides[side],) for axis, side in axes)
 
-    def part(self, start: int, stop: int, keys: int, first: int = 0) -> Call:
+    def part(self, start: int, stop: int, keys: int, first: int = 0) -> "Call":
         """Return the call of the queries `start:stop` against the keys `first:keys`."""
         places = self.places(start, stop, keys, first)
         operands = [x[place] for x, place in zip(self.operands(), places, strict=True)]
         positions, mask = self.positions.rows(start, stop, keys, first), self.mask.part(start, stop, keys, first)
         return self.with_operands(operands, positions=positions, mask=mask)
 
-    def outline(self) -> Call:
+    def outline(self) -> "Call":
         """Return the same call with only the shapes of its operands, to be kept after the forward pass.
 
         Autograd keeps the operands for the backward pass, or drops them under gradient checkpointing.
         """
         return self.with_operands([torch.empty_like(x, device="meta") for x in self.operands()])
 
-    def with_operands(self, operands: Sequence[Tensor], **changed: Any) -> Call:
+    def with_operands(self, operands: Sequence[Tensor], **changed: Any) -> "Call":
         """Return the same call on other tensors, in the order of `operands`, with other fields changed."""
         for (field_name, name, _), tensor in zip(self._named(), operands, strict=True):
             if name is None:

@@ -1,7 +1,5 @@
 """The reference: all rows at once, straight from the seams. Every other executor must equal it."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

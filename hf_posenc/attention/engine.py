@@ -1,7 +1,5 @@
 """The executors in order of preference, the choice between them, and `attend`: attention outside any model."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar

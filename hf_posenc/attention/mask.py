@@ -1,7 +1,5 @@
 """Visibility of keys, in a form that any executor can slice by rows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -41,7 +39,7 @@ class Mask:
     @property
     def only_ahead(self) -> bool:
         """Whether only keys ahead of a query by slots are hidden, so that each query sees its own key."""
-        return self.rule == "slots" and self.keep is None and self.bias is None and self.window is None
+        return self.rule == "slots" and self.keep is None and self.bias is None and not self.windowed
 
     @property
     def windowed(self) -> bool:
@@ -77,7 +75,7 @@ class Mask:
         query, key = (torch.arange(x.shape[1], device=x.device) for x in (positions.query, positions.key))
         return query[:, None] + self.ahead, key
 
-    def part(self, start: int, stop: int, keys: int, first: int = 0) -> Mask:
+    def part(self, start: int, stop: int, keys: int, first: int = 0) -> "Mask":
         """Return the mask of the query rows `start:stop` against the keys `first:keys`."""
 
         def part(x: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """Plain scaled dot-product attention, for schemes that change only its inputs (rotations, input encodings)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -4,8 +4,6 @@ In some forms the rows of a block run backwards: the last query comes first. A b
 same direction along rows and along keys, so that a block of it is a view of one table, in which both strides are 1.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math
@@ -223,11 +221,6 @@ def spread_of(table: Tensor) -> float:
     return float((table.amax(dim=-1) - lowest).max())
 
 
-def finite(bias: Tensor) -> Tensor:
-    """Return a bias with the smallest number for -inf, which may be all that a row has in one of several `Piece`s."""
-    return bias.clamp_min(torch.finfo(bias.dtype).min)
-
-
 def first_true(found: Tensor) -> Tensor:
     """Return the first place where a bool tensor `[..., K]` is true, int64 `[...]`; 0 if there is none."""
     return found.to(torch.uint8).argmax(-1)
@@ -308,7 +301,8 @@ class AnyBias(BlockBias):
         if self.learning:
             self.made, self.grad = found, torch.empty_like(found, memory_format=torch.contiguous_format)
             return self.split(found.detach(), block)
-        return self.split(finite(found), block)
+        # The smallest number for -inf, which may be all that a row has in one of several pieces.
+        return self.split(found.clamp_min(torch.finfo(found.dtype).min), block)
 
     def learn(self, wanted: Sequence[bool]) -> None:
         self.learning = True

@@ -1,7 +1,5 @@
 """Biases of the distance, where the distance of two tokens is the difference of their slots: views of tables."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ No bias of size Q x K ever exists. Where the distance of two tokens is the diffe
 block is a view of a table that overlaps itself, and costs nothing; see `TableBias`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence
@@ -19,7 +17,6 @@ from hf_posenc.attention.call import FEWEST_QUERIES, Call, Executor
 from hf_posenc.attention.cpu import kernel
 from hf_posenc.attention.cpu.biases import LEAST, NATS, AnyBias, BlockBias, KeysBias, parts_of
 from hf_posenc.attention.cpu.distances import PiecewiseBias, TableBias
-from hf_posenc.attention.cpu.kernel import Done
 from hf_posenc.attention.cpu.products import ProductsBias
 from hf_posenc.ops import grouped_matmul
 from hf_posenc.scheme import Scheme
@@ -114,7 +111,7 @@ class _Fused(torch.autograd.Function):
             if any(wanted) or bias.spread() > _SPREAD:
                 found = _own_backward(bias, wanted, ctx.scale, [x.to(precise) for x in (q, k, v, lse, grad)], sums)
             else:
-                _kernel_backward(bias, ctx.scale, Done(q, k, v, output, lse), grad, sums)
+                _kernel_backward(bias, ctx.scale, (q, k, v, output, lse), grad, sums)
         return None, None, *(x.to(y.dtype) for x, y in zip(sums, (q, k, v), strict=True)), *found
 
 
@@ -139,14 +136,17 @@ def _merged(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tupl
     return torch.lerp(output.to(share), other.to(share), share).to(output.dtype), torch.logaddexp(lse, other_lse)
 
 
-def _kernel_backward(bias: BlockBias, scale: float, done: Done, grad: Tensor, sums: Sequence[Tensor]) -> None:
+def _kernel_backward(
+    bias: BlockBias, scale: float, done: Sequence[Tensor], grad: Tensor, sums: Sequence[Tensor]
+) -> None:
     """Add the gradients of queries, keys and values to `sums`, for a bias that has none."""
     of_q, of_k, of_v = sums
+    q, k, v, *ends = done
     for here, groups, pieces in bias.steps():
-        q, output, lse, d_output = (bias.in_order(x[here]) for x in (done.q, done.output, done.lse, grad))
+        rows, output, lse, d_output = (bias.in_order(x[here]) for x in (q, *ends, grad))
         for piece in pieces:
             keys = (slice(None), groups, piece.keys)
-            mine = Done(q, done.k[keys], done.v[keys], output, lse)
+            mine = (rows, k[keys], v[keys], output, lse)
             dq, dk, dv = kernel.backward(d_output, mine, piece.bias, scale, causal=piece.causal)
             of_q[here] += bias.in_order(dq)
             of_k[keys] += dk

@@ -5,27 +5,12 @@ need, and takes a slow path for a bias that learns. The kernel is private to tor
 before its first use; where it is missing or does something else, attention goes by blocks.
 """
 
-from __future__ import annotations
-
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-
-class Done(NamedTuple):
-    """Operands of a softmax `[B, H, Q, D]`, its output, and the logarithm of its sums of exponentials `[B, H, Q]`.
-
-    Both may be those of a larger softmax, of which these keys are a part.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    output: Tensor
-    lse: Tensor
 
 
 def forward(
@@ -52,12 +37,16 @@ def forward(
 
 
 def backward(
-    grad: Tensor, done: Done, bias: Tensor | None, scale: float, *, causal: bool = False
+    grad: Tensor, done: Sequence[Tensor], bias: Tensor | None, scale: float, *, causal: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values, of a bias that has none."""
+    """Return the gradients of queries, keys and values, of a bias that has none.
+
+    Done are queries, keys, values, the output, and the logarithm of the sums. The last two may be those of a larger
+    softmax, of which these keys are a part.
+    """
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    operands = (_rowwise(x) for x in (grad, *done[:4]))
-    dq, dk, dv = kernel(*operands, done.lse, 0.0, causal, attn_mask=bias, scale=scale)
+    *operands, lse = done
+    dq, dk, dv = kernel(*map(_rowwise, (grad, *operands)), lse, 0.0, causal, attn_mask=bias, scale=scale)
     return dq, dk, dv
 
 
@@ -96,7 +85,7 @@ def works() -> bool:
             gradients = torch.autograd.grad(want, leaves, grad)
             try:
                 output, lse = forward(q, k, v, bias, 0.7, causal=causal)
-                found = backward(grad, Done(q, k, v, output, lse), bias, 0.7, causal=causal)
+                found = backward(grad, (q, k, v, output, lse), bias, 0.7, causal=causal)
             except (AttributeError, RuntimeError, TypeError, ValueError):
                 return False
             pairs = zip((output, *found), (want, *gradients), strict=True)

@@ -4,8 +4,6 @@ Each block of rows finds out how many keys that is. These go through the seams; 
 query or have no weight, go through the fused kernel or nowhere. The result is the same, not an approximation.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -61,7 +59,6 @@ class Local(Executor):
 class _Near(NamedTuple):
     """A block of rows against the keys that matter to it, and the arguments of `Scheme.score`."""
 
-    rows: Rows
     part: Call
     block: Block
     product: tuple[Tensor, Tensor, Tensor]
@@ -77,26 +74,23 @@ class _NearPlan(BlockPlan):
     def outputs(self, call: Call) -> Iterator[tuple[Rows, Tensor]]:
         tried = self.locality.first_try
         for rows in self.call.blocks(self.step):
-            near = self.nearest(call, rows, tried)
-            tried = max(self.locality.first_try, rows.start + call.mask.ahead - near.rows.first)
-            yield near.rows, self.output(call, near)
+            own = rows.start + call.mask.ahead
+            while True:
+                rows = rows._replace(first=max(0, own - tried))
+                near = _near(call.part(*rows))
+                if not rows.first or self.locality.enough(*near.product, near.block):
+                    break
+                tried *= 2
+            tried = max(self.locality.first_try, own - rows.first)
+            yield rows, self.output(call, rows, near)
 
-    def output(self, call: Call, near: _Near) -> Tensor:
+    def output(self, call: Call, rows: Rows, near: _Near) -> Tensor:
         return from_logits(near.part, near.block, near.product)[0]
 
-    def nearest(self, call: Call, rows: Rows, tried: int) -> _Near:
-        """Return the keys that matter to a block, given how many before it may be enough."""
-        while True:
-            rows = rows._replace(first=max(0, rows.start + call.mask.ahead - tried))
-            near = _near(call.part(*rows), rows)
-            if not rows.first or self.locality.enough(*near.product, near.block):
-                return near
-            tried *= 2
 
-
-def _near(part: Call, rows: Rows) -> _Near:
+def _near(part: Call) -> _Near:
     block = part.block(part.mask.seen(part.positions)[0])
-    return _Near(rows, part, block, logits_of(part, block))
+    return _Near(part, block, logits_of(part, block))
 
 
 class _MergingPlan(_NearPlan):
@@ -127,15 +121,15 @@ class _MergingPlan(_NearPlan):
         keep = call.mask.keep[..., :first]
         return torch.zeros(keep.shape, dtype=call.precise).masked_fill_(~keep, torch.finfo(call.precise).min)
 
-    def output(self, call: Call, near: _Near) -> Tensor:
-        rows, first = slice(near.rows.start, near.rows.stop), near.rows.first
+    def output(self, call: Call, rows: Rows, near: _Near) -> Tensor:
+        mine, first = slice(rows.start, rows.stop), rows.first
         logits, value = self.shares(near)
         top = logits.amax(dim=-1)
         weights = _weights(logits, top)
         lse = top + weights.sum(-1).log_()
         if first:
             k, v, hidden = call.k[:, :, :first], call.v[:, :, :first], self.hidden_before(call, first)
-            others, others_lse = kernel.forward(call.q[:, :, rows], k, v, hidden, call.scale)
+            others, others_lse = kernel.forward(call.q[:, :, mine], k, v, hidden, call.scale)
             lse = torch.logaddexp(lse, others_lse)
         lse = kernel.mark_empty_rows(lse)
         # Mixing is linear, so its result can be scaled instead of the weights.
@@ -146,7 +140,7 @@ class _MergingPlan(_NearPlan):
             share = (others_lse - lse).exp_()[..., None].to(output.dtype)
             output = output + share * (others if value is None else others + value.to(others))
         assert self.lse is not None
-        self.lse[:, :, rows] = lse
+        self.lse[:, :, mine] = lse
         return output
 
     def gradients(
@@ -154,7 +148,7 @@ class _MergingPlan(_NearPlan):
     ) -> Sequence[Tensor | None]:
         grad, output, lse = (x[:, :, rows.start : rows.stop] for x in (grad, *kept))
         with torch.enable_grad():
-            near = _near(part, rows)
+            near = _near(part)
             logits, value = self.shares(near)
             weights = _weights(logits, lse)
             mixed = part.scheme.mix(weights.to(part.v.dtype), part.v, near.block)
@@ -175,7 +169,7 @@ class _MergingPlan(_NearPlan):
         # What is added to all values is no part of any key's own.
         output = output if value is None else output - value.to(output)
         # Under autocast the output is narrower than operands in float32.
-        done = kernel.Done(call.q[mine], call.k[before], call.v[before], output.to(call.q), lse)
+        done = (call.q[mine], call.k[before], call.v[before], output.to(call.q), lse)
         found = kernel.backward(grad.to(call.q), done, self.hidden_before(call, rows.first), call.scale)
         return tuple(zip((mine, before, before), found, strict=True))
 

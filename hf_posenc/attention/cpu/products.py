@@ -5,8 +5,6 @@ Each row is multiplied with all of them at once, and the bias is a view of these
 shifted by one more place.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -101,7 +99,7 @@ class ProductsBias(BlockBias):
             pieces.insert(0, self.piece(bias, block, before, ruled=False))
         return pieces
 
-    def near_bias(self, block: Rows, near: _Near) -> Tensor:
+    def near_bias(self, block: Rows, near: "_Near") -> Tensor:
         """Return the bias of the near keys, `[B, H, q, near]`, a view."""
         given, heads = self.given, self.heads
         batch = len(given["q" if "q" in given else "k"])

@@ -1,7 +1,5 @@
 """The executor of our own kernels. They need Triton."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

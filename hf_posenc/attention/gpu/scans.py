@@ -7,8 +7,6 @@ Gates are added up near a query, from tile to tile. Where all queries of a tile 
 keys share the bias there, and need no gates; see `structures.GateCount`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

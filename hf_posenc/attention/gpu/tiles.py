@@ -4,8 +4,6 @@ A program computes a tile of queries of one head. It goes through the keys from 
 so that what lies between a key and a query has been seen before the key is.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

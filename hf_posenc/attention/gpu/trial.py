@@ -5,8 +5,6 @@ reference, for its last rows, with gradients where there are any. A kernel that 
 is not used, and a warning says so.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import warnings
@@ -34,16 +32,12 @@ _COMPARED = ("output", "gradient of q", "gradient of k", "gradient of v")
 _RESULTS: dict[Hashable, bool] = {}
 
 
+@functools.cache
 def available(device: torch.device) -> bool:
     """Whether kernels can be compiled for a device."""
-    return device.type == "cuda" and _compiles(device.index)
-
-
-@functools.cache
-def _compiles(index: int | None) -> bool:
-    if importlib.util.find_spec("triton") is None:
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
-    return torch.version.hip is not None or torch.cuda.get_device_capability(index) >= _CAPABILITY
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= _CAPABILITY
 
 
 class CompiledExecutor(Executor):
@@ -87,7 +81,9 @@ class CompiledExecutor(Executor):
 
 def _difference(executor: Executor, call: Call) -> str | None:
     """Return what is wrong with an executor, as the rest of a sentence."""
-    part = _last_rows(call)
+    part = call.part(max(0, call.queries - _ROWS), call.queries, call.keys)
+    # Copies have no part in the caller's graph.
+    part = part.with_operands([x.detach().clone() for x in part.operands()])
     seen = part.mask.seen(part.positions)[0]
     rows = torch.ones((), device=call.device) if seen is None else seen.any(-1, keepdim=True)
     random = torch.Generator().manual_seed(0)
@@ -103,12 +99,6 @@ def _difference(executor: Executor, call: Call) -> str | None:
         if not off <= tolerance * (size + tolerance):
             return f"is off by {off / size:.1e} in its {what}"
     return None
-
-
-def _last_rows(call: Call) -> Call:
-    """Return the last rows of a call on copies of the operands, which have no part in the caller's graph."""
-    part = call.part(max(0, call.queries - _ROWS), call.queries, call.keys)
-    return part.with_operands([x.detach().clone() for x in part.operands()])
 
 
 def _results(run: Callable[[Call], tuple[Tensor, Tensor | None]], call: Call, weight: Tensor) -> list[Tensor]:
