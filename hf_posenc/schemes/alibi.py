@@ -14,15 +14,14 @@ from hf_posenc.structures import Adaptation
 class ALiBi(GridBias):
     """A penalty proportional to the distance, with a fixed slope per head (Press et al. 2022).
 
-    `bias = -m_h |i - j|`. The bias is built from the distance; the official code uses the key's position. Both differ
-    by a constant per row, but in bfloat16 the official form is wrong by up to 0.4 in total variation at position 4,000.
+    `bias = -m_h |i - j|`. The official code uses the key's position, which differs by a constant per row, but is coarse
+    in bfloat16.
 
     In images the distance is Euclidean, in patches (CROMA, arXiv 2311.00566); the class token has no bias.
 
     Args:
         learned_slopes: Train the logarithms of the slopes. They start from `1 / T`, with T from 2 tokens, the steepest
-            of the fixed slopes, to the model's context (2,048 tokens if it states none): heads of a real model that
-            rest on the first token still see it.
+            of the fixed slopes, to the model's context (2,048 tokens if it states none).
         shared: Use one set of learned parameters for the whole stack.
     """
 

@@ -10,15 +10,13 @@ from hf_posenc.scheme import Scheme, register_scheme
 class AttentionSinks(Scheme):
     """A learned logit per head that takes part in the softmax for no key (gpt-oss, OpenAI 2025).
 
-    The weight of key j is `exp(l_j) / (exp(s_h) + sum over keys of exp(l))`, so weights sum to less than 1 and a head
-    can attend to nothing, where others rest on the first token (StreamingLLM, arXiv 2309.17453). Positions do not
-    enter: `patch(model, "rope+attention_sinks")` adds it to another scheme, and `native="keep"` to the model's own
-    encoding. It is not defined for schemes without a softmax.
+    The weight of key j is `exp(l_j) / (exp(s_h) + sum over keys of exp(l))`, so weights sum to less than 1. Positions
+    do not enter: `patch(model, "rope+attention_sinks")` adds it to another scheme, and `native="keep"` to the model's
+    own encoding. It is not defined for schemes without a softmax.
 
     Parameters: `sinks` `[H]`.
 
-    Starts: a break, since every sink takes a share. A lower `sink_start` takes less and learns more slowly; the
-    gradient is proportional to the share.
+    Starts: a break, since every sink takes a share. A lower `sink_start` takes less and learns more slowly.
 
     Deviations from transformers' gpt-oss: sinks start at one number, not at random.
 

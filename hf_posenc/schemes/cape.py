@@ -29,16 +29,14 @@ class CAPE(Scheme):
 
         logit = A + B + f([A; B])        f = Linear(2H, width), LeakyReLU(0.01), Linear(width, H)
 
-    In decoders the base gives keys ahead of the query the bias of distance 0. All masking comes after f, since one
-    masked logit would reach all heads. A includes a kept native encoding. The computation is in float32 or wider, since
-    distances are inputs of f.
+    In decoders the base gives keys ahead of the query the bias of distance 0. Masks come after f. A includes a kept
+    native encoding. The computation is in float32 or wider.
 
     Parameters: `mlp2.0`, `mlp2.2` and those of the base (`base_bias`), one set per layer.
 
     Args:
-        base: Scheme that gives B, with its default options: `"kerple"` (a logarithm of the distance, about as large as
-            the logits), `"alibi"`, `"t5"`, `"t5_clipped"`, `"sandwich"`, `"fire"` (with LeakyReLU, as in the official
-            code), or `"nope"`: no B, `logit = A + f(A)`.
+        base: Scheme that gives B, with its default options: `"kerple"`, `"alibi"`, `"t5"`, `"t5_clipped"`,
+            `"sandwich"`, `"fire"` (with LeakyReLU, as in the official code), or `"nope"`: no B, `logit = A + f(A)`.
         form: Combination of A, B and f: `"concat_residual"` is the formula above; the paper's ablations are `"add"`,
             `A + f(A + B)`, and `"add_residual"`, `A + B + f(A + B)`.
         mlp_width: Hidden width of f.

@@ -10,7 +10,7 @@ class ComRoPEAP(ComRoPE):
 
     Queries and keys of a head are cut into blocks of b channels. Block j has a learned antisymmetric b x b generator
     `freqs[j] - freqs[j].T` and reads axis j mod n ("axial partition"). Only differences of coordinates count, exactly.
-    Text tokens have their position on every axis, unless `position_coords` is given. Values are unchanged.
+    Text tokens have their position on every axis, unless `position_coords` is given.
 
     Parameters: `freqs` `[G, 1, m, b, b]` for each kv head G and block m, in the layout of the official code, in units
     of `1 / unit` and added to the base. They should have no weight decay.

@@ -23,19 +23,19 @@ class CoPE(Scheme):
     outside of a window. Keys count in the order of the cache.
 
     Gates, positions and their logits are computed in float32 or wider, from queries and keys without the model's
-    rotation: rotated gates would depend on the distance again.
+    rotation.
 
     Parameter: `pos_emb` `[1, D, npos]`, shared by the heads, zero at the start. The start equals NoPE, or with
     native='keep' the original model.
 
-    In encoders the official code has no mask, so its positions count to the end of the sequence. Here they count to the
-    query from both sides: keys ahead of it have position `g_i,i+1 + ... + g_ij` in a second table, `pos_emb_right`.
+    In encoders positions count to the query from both sides (in the official code to the end of the sequence): keys
+    ahead of it have position `g_i,i+1 + ... + g_ij` in a second table, `pos_emb_right`.
 
     Args:
         npos: Number of embeddings; keys at position npos - 1 or beyond share the last. The official code has one more
-            than the trained length; few suffice, since a query counts only the tokens it selects.
+            than the trained length; few suffice.
         scale_position_logits: Multiply `q . e[p]` by the softmax scale, as in the official code; the paper's listing
-            does not. Only the size of `pos_emb` differs.
+            does not.
         separate_keys: Compute gates from separate keys, one per kv head: `gate_proj`, a linear layer of the hidden
             states. They are cached too.
         value_gates: Compute gates from the values.

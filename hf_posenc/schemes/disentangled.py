@@ -27,8 +27,7 @@ class RelativeEmbeddings(Scheme):
         geometry: Shape of the first layer.
         span: Half the number of embeddings.
         normalize: Apply layer normalisation (`LayerNorm`).
-        zero: Start at zero: the table or, if normalised, the factor after the normalisation (which would blow up the
-            first step of a zero table to full size).
+        zero: Start at zero: the table or, if normalised, the factor after the normalisation.
     """
 
     def __init__(self, geometry: Geometry, *, span: int, normalize: bool, zero: bool) -> None:
@@ -66,8 +65,7 @@ class Disentangled(Scheme):
     computation is in float32 or wider, from queries and keys without the model's rotation.
 
     Parameters: `common.rel_embeddings` `[2 * span, E]`, one for the stack; `pos_key_proj` and `pos_query_proj` of each
-    layer, from E to H * D with bias. In decoders the table has the official shape too; nothing reads its half for keys
-    ahead of the query.
+    layer, from E to H * D with bias. In decoders the table has the official shape too.
 
     Deviations from the official code: by default the logits keep the model's own scale (`scale`) and shared projections
     leave out their biases (`share_bias`), since an exact start needs both; with grouped queries each head has its own
@@ -82,8 +80,8 @@ class Disentangled(Scheme):
         p2c: Use the third term.
         share_att_key: Project P with the layer's own query and key projections; there is no `pos_key_proj` or
             `pos_query_proj` then (DeBERTa v2 and v3).
-        share_bias: With `share_att_key`, also add the biases of these projections, as DeBERTa does. They hold no
-            position, and a model with such biases would not start exact.
+        share_bias: With `share_att_key`, also add the biases of these projections, as DeBERTa does; then the start is
+            not exact.
         normalize: Apply layer normalisation to P (DeBERTa v2 and v3).
         scale: Scale of the logits: `"host"` multiplies all terms by s; `"deberta"` divides their sum by sqrt(2), or by
             sqrt(3) if both terms are used.

@@ -18,8 +18,7 @@ class FIRE(AdditiveBias):
     """A small network of the distance, relative to the query's position on a log scale (Li et al. 2024, equation 3).
 
     `bias = f(psi(i - j) / (psi(max(L, i)) + 1e-6))` with `psi(x) = log(|c x| + 1)` and `f` = Linear(1, width), ReLU,
-    Linear(width, H). It needs true positions, since the normaliser contains the query's own. The computation is in
-    float32 or wider: in bfloat16 the ratio has only 278 values.
+    Linear(width, H). The computation is in float32 or wider.
 
     Parameters (named as in the paper's listing; scalars have shape [1], as sharding needs): `c`, `L_multiplier`,
     `mlp.0`, `mlp.2`; `init_L` is stored, not trained.
@@ -29,10 +28,10 @@ class FIRE(AdditiveBias):
         threshold: Start of L; up to L the normaliser does not depend on the query.
         width: Hidden width of the network.
         init: Start: `"paper"` is torch's default for linear layers; `"zero"` sets the last layer to zero, a no-op.
-        normalizer: Position in the normaliser of encoders: `"both"` is the later one of query and key, so the ratio
-            stays below 1 (our extension); `"query"` is the paper's listing. In decoders both are the same.
-        directed: Give keys ahead of the query their own parameters, in encoders. The published form is symmetric, so an
-            encoder cannot tell left from right. (Our extension; no effect in decoders.)
+        normalizer: Position in the normaliser of encoders: `"both"` is the later one of query and key (our extension);
+            `"query"` is the paper's listing. In decoders both are the same.
+        directed: Give keys ahead of the query their own parameters, in encoders. (Our extension: the published form is
+            symmetric. No effect in decoders.)
         shared: Use one network for the whole stack; `None` is true for FIRE-S and false for FIRE.
     """
 

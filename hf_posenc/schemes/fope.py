@@ -19,9 +19,8 @@ class FoPE(Annealed, RotaryScheme):
     A pair of a head is multiplied, as a complex number, by `sum over w of cos(w p) C_w + i sin(w p) S_w`, where one
     term, the pair's dominant frequency, has weight 1 and the others are small. Queries and keys have the same series.
     With `clip`, frequencies too low for one turn within the trained length, `w < 2 pi / max_length`, become zero, and
-    their pairs are unchanged. The result is neither a rotation nor relative: it changes lengths, and a shift of all
-    positions changes logits (by 1.5 % rms with sigma 0.03, by 14 % with 0.3). Positions of a sequence must begin at 0.
-    The scheme is defined for texts only (one coordinate).
+    their pairs are unchanged. The result is neither a rotation nor relative, so positions of a sequence must begin at
+    0. The scheme is defined for texts only (one coordinate).
 
     Parameters: `sin_coef` and `cos_coef` `[G, D, M]` per kv head, for D remaining frequencies and M pairs with a
     series; they are added to the weight 1 of the dominant frequency. (Official checkpoints hold the sum.) They start at
@@ -29,9 +28,9 @@ class FoPE(Annealed, RotaryScheme):
 
     Starts. `"native"`: each pair has its own frequency, which is RoPE; exact on models with rotary encoding if there is
     no clipping or noise. `"zero"`: a frequency of zero is the first of the D and dominant for all pairs: no rotation,
-    an exact no-op if the native encoding is kept. Clipping changes much at once, and so does noise. With `anneal`, low
-    frequencies are multiplied by `1 - progress` and coefficients by `progress`, which is saved with the model and
-    starts at 0. Raise it to 1 while training, with `anneal_to`.
+    an exact no-op if the native encoding is kept. With `anneal`, low frequencies are multiplied by `1 - progress` and
+    coefficients by `progress`, which is saved with the model and starts at 0. Raise it to 1 while training, with
+    `anneal_to`.
 
     Deviations from the official code: parameters per kv head; coefficients are trained by default; no pairs are lost
     (see `official_layout`); pairs without frequency are unchanged, as in equation 13 of the paper (see

@@ -33,9 +33,7 @@ class FoX(Scheme):
 
     Starts: `"official"` is `f` near 1/2 for every token (w of N(0, 0.02), b = 0). The others have w = 0 and `log f =
     -1/T` for any content, so 1/e is left after T tokens: `"timescale"` spreads T over the heads; `"horizon"` sets T
-    beyond the context, which moves logits by at most context / T and suits a kept native encoding. If the native
-    encoding is removed, a real model needs long times: short ones hide the first token, where many heads rest. So the
-    default differs from the official code.
+    beyond the context, which moves logits by at most context / T and suits a kept native encoding.
 
     Deviations from the official code: grouped queries and encoders; time scales also for gates of content, which then
     start as a fixed decay; padding tokens have f = 1 anywhere, and sums continue over padding and from chunk to chunk.

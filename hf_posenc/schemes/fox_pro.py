@@ -39,16 +39,14 @@ class FoXPro(FoX):
     3. Attention with the forget gates of `fox`.
     4. The output of each head is normalised likewise (epsilon 1e-6), then multiplied by `sigmoid(ogate_proj x)`.
 
-    The computation is in float32 or wider, except for the product with `ogate_proj`, which is as large as the layer's
-    own projections and uses the model's dtype. The cache holds shifted values and shifted, normalised keys; for the
-    last tokens it also holds the projected ones, so that decoding can continue and take tokens back.
+    The computation is in float32 or wider, except for the product with `ogate_proj`, which uses the model's dtype. The
+    cache holds shifted values and shifted, normalised keys; for the last tokens it also holds the projected ones.
 
     Parameters in addition to those of `fox`: `k_shift_proj.weight` and `v_shift_proj.weight` `[G, E]`, `q_norm.weight`
     `[H D]`, `k_norm.weight` `[G D]`, `o_norm.weight` `[H D]`, `ogate_proj.weight` `[H D, E]`. In official checkpoints
     the first two are `k_proj.shift_proj.weight` and `v_proj.shift_proj.weight`, and `o_norm` is `output_norm`. Norms
     start at one (that of queries compensates a softmax scale other than 1 / sqrt(D)), the rest at N(0, 0.02): a break
-    even if the native encoding is kept, since norms drop the length of queries, keys and outputs, and gates start at
-    1/2.
+    even if the native encoding is kept.
 
     Deviations from the official code: with grouped queries, keys and values are shifted, and keys normalised, per kv
     head; the shift continues from the cache for any number of new tokens, skips padding, restarts in every packed

@@ -14,8 +14,8 @@ class GatedOutput(Scheme):
     """A gate on the output of each head, a sigmoid of the hidden state (Qiu et al. 2025).
 
     `output = sigmoid(W x) * attention`, where x is the hidden state of the query's token that the projections read
-    (position G1, equation 5). A head can so write nothing, for which others need a sink. Positions do not enter:
-    `patch(model, "rope+gated_output")` adds it to another scheme, and `native="keep"` to the model's own encoding.
+    (position G1, equation 5). Positions do not enter: `patch(model, "rope+gated_output")` adds it to another scheme,
+    and `native="keep"` to the model's own encoding.
 
     Parameters: `gate_proj.weight` `[H, E]`, or `[H D, E]` for gates per channel, without bias as in the official code.
 

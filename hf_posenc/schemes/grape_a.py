@@ -21,9 +21,8 @@ class GRAPEA(Scheme):
     """A penalty proportional to the distance, with a slope that each key sets (Zhang et al. 2025, GRAPE-A, key-gated).
 
     `bias = -|i - j| * w_h * softplus(u_h . k_j / sqrt(D))`, where w_h is the slope of ALiBi times a learned positive
-    number, and u_h has length 1. So ALiBi is the case in which all keys have one slope, and a head keeps far keys of
-    its choice. Slopes belong to query heads, also if these share keys. The computation is in float32 or wider; the
-    cache holds one number per head and token.
+    number, and u_h has length 1. ALiBi is the case of one slope for all keys. Slopes belong to query heads, also if
+    these share keys. The computation is in float32 or wider; the cache holds one number per head and token.
 
     Parameters: `omega` `[H]`, whose softplus is the learned number, `u` `[H, D]`.
 

@@ -19,17 +19,15 @@ class KERPLE(DistanceBias):
 
     `"log"`: `bias = -p log(1 + a |i - j|)`. `"power"`: `bias = -a |i - j|^p` (the two parameters swap roles, as in the
     official code). Parameters below 0.01 (and exponents above 2) act as if they were at the bound, with a
-    straight-through gradient; the official code overwrites them in the forward pass, which breaks under recomputation
-    and sharding. So a parameter trained far beyond its bound takes as many steps to return; the official one returns at
-    once.
+    straight-through gradient; the official code overwrites them in the forward pass.
 
     Args:
         kernel: Kernel: `"log"` or `"power"`.
-        init: Start of the exponents of the power kernel: `"slow"` draws them up to 1/2, `"official"` up to 2, which
-            hides the first token from heads of a real model that rest on it. No effect on the logarithm.
+        init: Start of the exponents of the power kernel: `"slow"` draws them up to 1/2, `"official"` up to 2. No effect
+            on the logarithm.
         weighted: Also multiply the logits by `exp(-wei_a n^wei_p)`, the three-parameter ablation of the official code.
-        directed: Give keys ahead of the query their own parameters, in encoders. The published form is symmetric, so an
-            encoder cannot tell left from right. (Our extension; no effect in decoders.)
+        directed: Give keys ahead of the query their own parameters, in encoders. (Our extension: the published form is
+            symmetric. No effect in decoders.)
         shared: Use one set of parameters for the whole stack (the official form), not one per layer.
     """
 

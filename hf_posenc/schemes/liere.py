@@ -5,8 +5,7 @@ from torch import Tensor, nn
 
 from hf_posenc.ops import rotate_halves, rotate_neighbours
 from hf_posenc.scheme import register_scheme
-from hf_posenc.schemes.families.block_rotary import BlockRotary, Turn
-from hf_posenc.schemes.families.generators import rotate_blocks, upper_skew
+from hf_posenc.schemes.families.block_rotary import BlockRotary, Turn, rotate_blocks
 
 # The largest product of coordinate and generator for float32: the error of an exponential grows with its size.
 _LARGE = 16.0
@@ -18,7 +17,7 @@ class LieRE(BlockRotary):
 
     Queries and keys of a head are cut into blocks of b channels; remaining channels keep the model's own rotation if
     that is the base, and are unchanged otherwise. Each block has a learned antisymmetric b x b generator per axis, from
-    the part of `generator_raw_params` above the diagonal: `A = triu(raw, 1) - triu(raw, 1).T`. Values are unchanged.
+    the part of `generator_raw_params` above the diagonal: `A = triu(raw, 1) - triu(raw, 1).T`.
 
     With one axis, and in texts, where a token has its position on every axis, only distances count. Generators of two
     axes do not commute: with `position_coords` and b > 2, only distances count at the start, but no longer after
@@ -62,9 +61,8 @@ class LieRE(BlockRotary):
 
     def generators(self) -> Tensor:
         """Return the generators, float64 `[axes, G, m, b, b]`."""
-        learned = upper_skew(self.generator_raw_params.double()).view(
-            self.axes, -1, self._count, *[self.block_size] * 2
-        )
+        upper = self.generator_raw_params.double().triu(1)
+        learned = (upper - upper.mT).view(self.axes, -1, self._count, *[self.block_size] * 2)
         native = self.native_generators(learned.device)
         # The base acts on the first axis.
         base = torch.stack((native, *[torch.zeros_like(native)] * (self.axes - 1)))

@@ -15,10 +15,9 @@ _CONTEXT = 8192
 class LogTemperature(Scheme):
     """Queries times a factor that grows with the logarithm of the number of keys (SSMax, Nakanishi 2025).
 
-    With more keys a softmax gets flatter; the factor makes it as sharp as before. A query at position p sees n = p + 1
-    keys. The factor is `s_h log n` (SSMax, equation 3), `b_h + s_h log n` (its form with a bias, section 3), with a
-    learned s and b per head, or `1 + slope * log(1 + floor(n / floor))`, which is fixed (Llama 4, on its layers without
-    rotation). Keys and values are unchanged, so the product with any other encoding is what it was, times the factor.
+    A query at position p sees n = p + 1 keys. The factor is `s_h log n` (SSMax, equation 3), `b_h + s_h log n` (its
+    form with a bias, section 3), with a learned s and b per head, or `1 + slope * log(1 + floor(n / floor))`, which is
+    fixed (Llama 4, on its layers without rotation).
 
     It has no positions of its own: `patch(model, "rope+log_temperature")` adds it to another scheme, and
     `native="keep"` to the model's own encoding.

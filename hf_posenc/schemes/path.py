@@ -21,9 +21,9 @@ class PaTH(Scheme):
     """A reflection by each token that stands between a query and a key (PaTH attention, Yang et al. 2025).
 
     Token t has a matrix `H_t = I - beta_t w_t w_t^T`, with w_t of length 1 and beta_t between 0 and 2: the identity at
-    0, a projection at 1, a reflection at 2. The logit is `s k_j^T H_{j+1} ... H_i q_i` (s the softmax scale), so what a
-    position means depends on all that has been read since. Only the order of tokens matters; padding does not reflect.
-    Query heads that share keys share the matrices. The computation is in float32 or wider.
+    0, a projection at 1, a reflection at 2. The logit is `s k_j^T H_{j+1} ... H_i q_i` (s the softmax scale). Only the
+    order of tokens matters; padding does not reflect. Query heads that share keys share the matrices. The computation
+    is in float32 or wider.
 
     `w` is a projection of rank `rank` of the hidden state, mixed by a causal convolution over `kernel` tokens, through
     SiLU, and of length 1 in each kv head; `beta = 2 sigmoid(b . x + c)`.
@@ -36,8 +36,8 @@ class PaTH(Scheme):
     the matrices change of `s k_j^T q_i`.
 
     Deviations from the official code: the low rank for grouped queries, too; the convolution begins again with each
-    packed sequence; the gate. Without its forget gate and normalised queries and keys. The official decoder rewrites
-    the cached keys with each token; here the cache keeps w and beta of each token in float32 instead.
+    packed sequence; the gate. Without its forget gate and normalised queries and keys. The cache keeps w and beta of
+    each token in float32, where the official decoder rewrites the cached keys.
 
     Args:
         rank: Rank of the projection.

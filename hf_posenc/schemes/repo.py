@@ -14,9 +14,8 @@ from hf_posenc.schemes.families.rotary import ContentRotation
 class RePo(ContentRotation):
     """RoPE at positions that a small network reads from the hidden state of each token (RePo, Li et al. 2025).
 
-    `z = W_z (silu(W_g x) * W_c x)` is a real number per token and head, and the token's queries and keys turn by
-    `z * frequency`, where RoPE has `position * frequency`. What a token says decides which tokens it is near to. Values
-    are unchanged, and keys are cached rotated.
+    `z = W_z (silu(W_g x) * W_c x)` is a real number per token and head, and the token's queries and keys turn by `z *
+    frequency`, where RoPE has `position * frequency`. Keys are cached rotated.
 
     Parameters: `gate_map.weight` and `content_map.weight` `[width, E]`, `final_map.weight` `[G, width]`, as in the
     official code, without biases.

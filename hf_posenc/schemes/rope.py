@@ -15,8 +15,7 @@ class RoPE(RotaryScheme):
     """Rotate channel pairs of queries and keys by angles proportional to their positions (Su et al. 2021).
 
     Pair (u, w) at position p becomes `(u cos - w sin, w cos + u sin)` with the angle `p * frequency`. Values are
-    unchanged. Angles are computed and applied in float32 (float64 for float64 inputs), and the result is cast; in
-    bfloat16, logits would be off by 0.2.
+    unchanged. Angles are computed and applied in float32 (float64 for float64 inputs), and the result is cast.
 
     On a model with rotary encoding the frequencies are the model's own, rebuilt from its config, and the start is exact
     for all rope types of transformers. The types "dynamic" and "longrope" change frequencies as a sequence grows, which
@@ -26,11 +25,10 @@ class RoPE(RotaryScheme):
     Args:
         layout: Pairing of channels: `"half"` (i, i + d/2), as in transformers' Llama, or `"interleaved"` (2i, 2i + 1),
             as in GPT-J and Meta's Llama. `None` is that of the model, else `"half"`.
-        freeze: Frequencies of "longrope" to keep: those of `"short"` inputs or of `"long"` ones. With `"long"`, results
-            for short inputs change, so the start counts as a break.
+        freeze: Frequencies of "longrope" to keep: those of `"short"` inputs or of `"long"` ones. With `"long"` the
+            start counts as a break.
         proportion: Share of the pairs that turn, from the fastest on: p of p-RoPE (Barbero et al. 2024, arXiv
-            2410.06205, section 6), the type "proportional" of transformers. Below 1 the slow pairs have no position, so
-            that no angle is new beyond the trained length, and the start counts as a break.
+            2410.06205, section 6), the type "proportional" of transformers. Below 1 the start counts as a break.
     """
 
     adaptation = Adaptation(elsewhere="handover")

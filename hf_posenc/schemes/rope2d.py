@@ -41,8 +41,7 @@ class RoPE2D(PairRotation):
         theta: Ratio of the wavelengths of the official start; `None` is 100 (axial) or 10 (mixed).
         layout: Pairing of channels: `"half"` (i, i + d/2) or `"interleaved"` (2i, 2i + 1). `None` is that of
             the model's own rotation, if it has one, else `"interleaved"`, the official one.
-        unit: Divisor of coordinates where they meet a parameter, so that a training step moves the angles of far tokens
-            by no more than the parameter; `None` is the trained length for texts, else 1.
+        unit: Divisor of coordinates where they meet a parameter; `None` is the trained length for texts, else 1.
         section: Number of axial pairs that each axis but the first reads; pairs take the axes in turn, and those that
             are left, the slowest, read the first. With 3 axes (time, row, column), 64 pairs and `section=20` it is the
             interleaved M-RoPE of Qwen3-VL, whose `mrope_section` is then [24, 20, 20]. `None` lets pairs take turns to

@@ -18,9 +18,9 @@ class SelectiveRoPE(ContentRotation):
     """RoPE in which each token decides by how much the clock of each channel pair goes on (Movahedi et al. 2025).
 
     A token makes a step per channel pair, and queries and keys turn by `frequency * sum of all steps up to their
-    token`. The angle between two tokens so depends on what stands between them; with steps of 1 it is RoPE. Steps are a
-    projection of rank `rank` of the hidden state, whose length is 1 in each head's part, mixed by a causal convolution
-    over `kernel` tokens. Values are unchanged. Sums are in float64, and the cache holds those of the last 64 tokens.
+    token`. With steps of 1 it is RoPE. Steps are a projection of rank `rank` of the hidden state, whose length is 1 in
+    each head's part, mixed by a causal convolution over `kernel` tokens. Sums are in float64, and the cache holds those
+    of the last 64 tokens.
 
     Parameters: `phi_proj.0.weight` `[rank, E]`, `phi_proj.1.weight` `[G M, rank]` for each kv head G and pair M, and
     `phi_conv1d` `[G M, kernel]`.

@@ -14,8 +14,7 @@ from hf_posenc.structures import Adaptation, Equivalent, Nothing, PositionTable
 class Sinusoidal(Scheme):
     """Sines and cosines of the position, added to the token embeddings (Vaswani et al. 2017, section 3.5).
 
-    `PE[p, 2t] = sin(p / base^(2t / E))`, `PE[p, 2t + 1] = cos(same)`. Angles are computed in float64; in float32 they
-    would be off by 2e-4 at position 16,000.
+    `PE[p, 2t] = sin(p / base^(2t / E))`, `PE[p, 2t + 1] = cos(same)`. Angles are computed in float64.
 
     In images the first half of the channels encodes the column of a patch in this way and the second half its row (MAE,
     arXiv 2111.06377); the class token has no encoding.
@@ -26,7 +25,7 @@ class Sinusoidal(Scheme):
             fairseq).
         base: Ratio between the longest and the shortest wavelength.
         scale: Factor on the encoding; `None` scales its root mean square (0.707) to that of the model's token
-            embeddings, if these are known, and is 1 otherwise. Unscaled, it swamps the embeddings of a Llama.
+            embeddings, if these are known, and is 1 otherwise.
         gate: Multiply by one learned factor that starts at 0, an exact no-op.
     """
 

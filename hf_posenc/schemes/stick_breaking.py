@@ -24,8 +24,7 @@ class StickBreaking(Scheme):
     without the query's own key. The weights of a row do not sum to 1: the remainder `prod_t (1 - beta_it)` is the rest
     of the stick after the first key of the sequence. Only the order of keys matters; masked keys take nothing.
 
-    Weights are computed in float32 or wider as `exp(z_ij - sum_{j<=t<i} softplus(z_it))`, and the remainder as the
-    exponential of the whole sum, since one minus the sum of weights would cancel.
+    Weights are computed in float32 or wider as `exp(z_ij - sum_{j<=t<i} softplus(z_it))`.
 
     The scheme is causal by construction. No start preserves the outputs of the model: train before use.
 
@@ -35,9 +34,8 @@ class StickBreaking(Scheme):
             attends to nothing); `"self"` gives it to the query's own key, so rows sum to 1; `"head_bias"` gives it to a
             learned vector per head and normalises the output of each head (GroupNorm with mean and variance), as
             lm-engine does: parameters `head_bias` `[H, D]`, zero at the start, and `norm`.
-        start_bias: Add a learned bias per head to the logits (not in the paper). Without it a head with zero logits
-            gives half of its stick to the nearest key. The bias starts at `-ln(T_h)`, a reach of about T_h tokens, from
-            `T_1 = L^(1 / H)` to `T_H = L`, the trained length (1,024 if the model states none).
+        start_bias: Add a learned bias per head to the logits (not in the paper). It starts at `-ln(T_h)`, a reach of
+            about T_h tokens, from `T_1 = L^(1 / H)` to `T_H = L`, the trained length (1,024 if the model states none).
     """
 
     def __init__(

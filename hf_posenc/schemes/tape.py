@@ -27,17 +27,15 @@ class TaPE(RotaryScheme):
         z <- z + (A z) * sum over columns of post_attention_linear
         z <- z + pe.down_proj(silu(pe.x_proj(y)) * pe.up_proj(z))
 
-    where the linear maps of z act on the head axis only, with the same weights for real and imaginary part: a rotation
-    common to all tokens (a shift of positions) commutes with every step. z passes from layer to layer with the hidden
-    states, in float32; the cache holds each token's z at the input of the layer, in the model's dtype. The last layer
-    updates nothing and has no parameters (official checkpoints hold unused ones there).
+    where the linear maps of z act on the head axis only, with the same weights for real and imaginary part. z passes
+    from layer to layer with the hidden states, in float32; the cache holds each token's z at the input of the layer, in
+    the model's dtype. The last layer updates nothing and has no parameters.
 
     Parameters: `post_attention_linear` `[H, H]` and `pe.up_proj` `[P, H]` start at zero, which makes the start RoPE
-    exactly; `pe.x_proj` `[P, E]` and `pe.down_proj` `[H, P]` start at N(0, 0.02), since a product of two zeros would
-    never learn.
+        exactly; `pe.x_proj` `[P, E]` and `pe.down_proj` `[H, P]` start at N(0, 0.02).
 
-    Deviations from the official code: no random offset of positions in training (by the equivariance above it has no
-    effect); grouped queries, with each key rotated once per query head; a cache; padding.
+    Deviations from the official code: no random offset of positions in training; grouped queries, with each key rotated
+    once per query head; a cache; padding.
 
     Args:
         position_size: Hidden width P of the update; `None` is 4 H, as in the official training script.

@@ -26,8 +26,7 @@ class XPos(Annealed, RotaryScheme):
 
     The official code multiplies queries and keys by powers of zeta relative to the middle of the input, which moves as
     a sequence grows. Here keys are cached rotated and not scaled, and the factors are relative to the last query of
-    each block of rows, so that nothing overflows at any position. The scheme is defined for causal attention only:
-    ahead of a query the factor would grow without bound.
+    each block of rows. The scheme is defined for causal attention only.
 
     Starts: a break, since distant keys fade at once. With `anneal` the exponent is multiplied by `progress`, which is
     saved with the model and starts at 0: RoPE, exact on models with rotary encoding. Raise it to 1 while training, with
