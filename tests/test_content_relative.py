@@ -154,50 +154,6 @@ def test_disentangled_buckets_are_the_official_ones_also_beyond_the_last() -> No
     assert (scheme.rows.min(), scheme.rows.max()) == (0, 511)
 
 
-@pytest.mark.parametrize("share_bias", [False, True])
-@pytest.mark.parametrize("direction", ["causal", "bidir"])
-def test_disentangled_shared_projections_are_own_ones_with_their_weights(direction: str, share_bias: bool) -> None:
-    """On grouped queries: position keys are those of kv heads, for all their query heads."""
-    shape, options = geometry(direction, heads=4, kv_heads=2, head_dim=3), {"max_distance": 5}
-    shared = build("disentangled", shape, **options, share_att_key=True, share_bias=share_bias).double()
-    own = build("disentangled", shape, **options).double()
-    moved(shared, 0.3)
-    assert [name for name, _ in shared.named_parameters()] == ["common.rel_embeddings"]
-    query, key = torch.nn.Linear(24, 12).double(), torch.nn.Linear(24, 6).double()
-
-    def host(x: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = query(x), key(x)
-        return q.view(*q.shape[:2], 4, 3).transpose(1, 2), k.view(*k.shape[:2], 2, 3).transpose(1, 2)
-
-    with torch.no_grad():
-        own.common.rel_embeddings.copy_(shared.common.rel_embeddings)
-        for projection, layer, repeats in ((own.pos_query_proj, query, 1), (own.pos_key_proj, key, 2)):
-            weight = layer.weight.view(-1, 3, 24).repeat_interleave(repeats, 0).reshape(12, 24)
-            bias = layer.bias.view(-1, 3).repeat_interleave(repeats, 0).reshape(12)
-            projection.weight.copy_(weight)
-            projection.bias.copy_(bias if share_bias else torch.zeros(12))
-    q, k, v = randn(2, 4, 9, 3), randn(2, 2, 9, 3, seed=1), randn(2, 2, 9, 3, seed=2)
-    places = torch.arange(9)[None]
-    at = {"query_positions": places, "key_positions": places}
-    upstream = randn(2, 4, 9, 3, seed=4)
-    gradients = []
-    for executor in EXECUTORS:
-        layers = (shared, query, key)
-        for module in (*layers, own):
-            module.zero_grad()
-        got, want = attend(shared, q, k, v, host=host, executor=executor, **at), attend(own, q, k, v, **at)
-        near(executor, got, want.detach(), 1e-12)
-        (got * upstream).sum().backward()
-        (want * upstream).sum().backward()
-        near("table", shared.common.rel_embeddings.grad, own.common.rel_embeddings.grad, 1e-12)
-        # What the table asks of the layer's projections reaches them.
-        near("query", query.weight.grad, own.pos_query_proj.weight.grad, 1e-12)
-        folded = own.pos_key_proj.weight.grad.view(2, 2, 3, 24).sum(1).reshape(6, 24)
-        near("key", key.weight.grad, folded, 1e-12)
-        gradients.append(query.weight.grad.clone())
-    near("executors", gradients[1], gradients[0], 1e-12)
-
-
 # -- Transformer-XL ----------------------------------------------------------------------------------------------------
 
 
@@ -363,15 +319,15 @@ MOVED: list[tuple[str, dict[str, Any]]] = [
     ("disentangled", {"max_distance": 5}),
     ("disentangled", {"max_distance": 5, "share_att_key": True}),
     ("transformer_xl", {}),
+    ("cope", {"npos": 6}),
 ]
-every_moved = pytest.mark.parametrize(("name", "options"), MOVED, ids=str)
 
 
 def patched(architecture: str, name: str, options: dict[str, Any], native: str) -> Any:
     return moved(hf_posenc.patch(stock(architecture), name, native=native, **options), seed=3)
 
 
-@every_moved
+@pytest.mark.parametrize(("name", "options"), MOVED, ids=str)
 def test_beside_rotary_positions_a_shift_changes_nothing(name: str, options: dict[str, Any]) -> None:
     """It would, if queries or keys met these tables as the rotation left them."""
     model = patched("llama", name, options, "keep")

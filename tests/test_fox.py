@@ -1,17 +1,128 @@
-"""FoX against the official code, against the paper's product of gates, and where it starts."""
+"""FoX and FoX (Pro) against the official code, as layers of a small Llama; their sequences, caches and starts."""
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
-from forgetting import DTYPES, HEAD_DIM, HEADS, OfficialLayer, about, case, check
-from torch import Tensor
+from hypothesis import given as cases
+from hypothesis import settings
+from hypothesis import strategies as st
+from models import moved
+from official import about, golden
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, LlamaConfig, LlamaModel, StaticCache
 
+import hf_posenc
 from hf_posenc import Geometry, Positions, Scheme, attend, build
 from hf_posenc.attention import executors
 from hf_posenc.operands import Block, Tokens
 
+few_examples = settings(max_examples=10, deadline=None, derandomize=True)
 SUMS = "log_forget_sums"
+WIDTH, HEADS, HEAD_DIM = 32, 4, 8
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}
+
+
+def case(scheme: str, name: str) -> dict[str, Tensor]:
+    """Return the tensors of one golden."""
+    return {key.removeprefix(f"{name}/"): value for key, value in golden(scheme).items() if key.startswith(f"{name}/")}
+
+
+def check(scheme: str, got: Tensor, want: Tensor) -> None:
+    """Compare at the tolerance that the json states for the dtype; goldens are float64."""
+    kind = next(kind for kind, dtype in DTYPES.items() if dtype == got.dtype)
+    atol = about(scheme)["tolerance"][kind]
+    # A bfloat16 is rounded in proportion to its size.
+    torch.testing.assert_close(got.double(), want, rtol=atol if kind == "bf16" else 0, atol=atol)
+
+
+def small_llama(
+    scheme: str, *, kv_heads: int = 2, layers: int = 2, backend: str = "sdpa", seed: int = 0, **options: Any
+) -> LlamaModel:
+    """Return a patched Llama in float64, the parameters of its scheme away from their start."""
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 24, "num_attention_heads": HEADS, "head_dim": HEAD_DIM}
+    config = LlamaConfig(**sizes, num_key_value_heads=kv_heads, num_hidden_layers=layers, vocab_size=7)
+    config.initializer_range = 0.3
+    config._attn_implementation = backend
+    torch.manual_seed(seed)
+    return moved(hf_posenc.patch(LlamaModel(config), scheme, **options), 0.3).double()
+
+
+def new_cache(model: LlamaModel, kind: str, slots: int = 32) -> Cache:
+    """Return an empty `"dynamic"` or `"static"` cache."""
+    return DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(model.config, max_cache_len=slots)
+
+
+class OfficialLayer:
+    """One attention layer with the weights of a golden, inside a Llama that hands it hidden states as they are."""
+
+    def __init__(self, scheme: str, name: str, dtype: torch.dtype, backend: str = "eager", **options: Any) -> None:
+        self.scheme, self.given = scheme, case(scheme, name)
+        self.mask = self.given.get("attention_mask")
+        # Rows of padding are compared nowhere.
+        self.real = torch.ones(2, 13, dtype=torch.bool) if self.mask is None else self.mask.bool()
+        weights = {key.removeprefix("param."): value for key, value in self.given.items() if key.startswith("param.")}
+        kv_heads = next(value for key, value in weights.items() if key.startswith("k_proj.")).shape[0] // HEAD_DIM
+        self.model = small_llama(scheme, kv_heads=kv_heads, layers=1, backend=backend, **options)
+        self.model.layers[0].input_layernorm = nn.Identity()
+        attention = self.model.layers[0].self_attn
+        attention.load_state_dict({_our_name(key): value for key, value in weights.items()})
+        self.model.to(dtype)
+        attention.register_forward_hook(lambda module, args, output: self._results.append(output))
+        self._results: list[Any] = []
+
+    @torch.no_grad()
+    def __call__(self, hidden: Tensor, mask: Tensor | None = None, cache: Cache | None = None) -> tuple[Tensor, Tensor]:
+        """Return the output `[B, S, E]` and the weights `[B, H, S, K]` (eager only)."""
+        self._results.clear()
+        call = {"attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
+        self.model(inputs_embeds=hidden.to(self.model.dtype), **call)
+        output, weights = self._results[0]
+        return output, weights
+
+    def check_at_once(self) -> None:
+        """Compare outputs, and weights if there are any, of all tokens at once."""
+        output, weights = self(self.given["hidden_states"], self.mask)
+        check(self.scheme, output[self.real], self.given["out"][self.real])
+        assert (weights is None) == (self.model.config._attn_implementation != "eager")
+        if weights is not None:
+            check(self.scheme, weights.transpose(1, 2)[self.real], self.given["attn"].transpose(1, 2)[self.real])
+
+    def check_decoding(self, kind: str) -> None:
+        """Take the tokens as the golden's cache was made, nine at once and then one by one; compare that cache."""
+        cache = new_cache(self.model, kind)
+        hidden = self.given["hidden_states"]
+        for start, stop in [(0, 9), *((i, i + 1) for i in range(9, 13))]:
+            mask = None if self.mask is None else self.mask[:, :stop]
+            output, _ = self(hidden[:, start:stop], mask, cache)
+        check(self.scheme, output, self.given["out_decode_last"])
+        layer: Any = cache.layers[0]
+        sums = layer.token_state[SUMS][:, :13]
+        log_gates = sums.diff(dim=1, prepend=torch.zeros_like(sums[:, :1]))  # [B, S, H]
+        for got, name in ((layer.keys[:, :, :13], "k"), (layer.values[:, :, :13], "v")):
+            check(self.scheme, got.transpose(1, 2)[self.real], self.given[f"cache.{name}"].transpose(1, 2)[self.real])
+        # In float32 also where the layer is in bfloat16, whose hidden states they are made of.
+        got = log_gates.to(self.model.dtype) if self.model.dtype == torch.bfloat16 else log_gates
+        check(self.scheme, got[self.real], self.given["cache.log_fgate"].transpose(1, 2)[self.real])
+        kept = {key.removeprefix("cache.") for key in self.given if key.endswith("_shift")}
+        assert kept == {name for name in layer.recent_state if not name.endswith("_position")}
+        for name in kept:
+            check(self.scheme, layer.recent_state[name][:, -1].flatten(1), self.given[f"cache.{name}"])
+
+
+def _our_name(official: str) -> str:
+    """Translate the name of an official weight to that in a patched attention module."""
+    for projection in ("k_proj", "v_proj"):
+        if official == f"{projection}.shift_proj.weight":
+            return f"hf_posenc.{projection[0]}_shift_proj.weight"
+        if official == f"{projection}.linear.weight":
+            return f"{projection}.weight"
+    if official in ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"):
+        return official
+    return f"hf_posenc.{official.replace('output_norm', 'o_norm')}"
 
 
 def reads_gates(*, causal: bool = True, kv_heads: int = HEADS) -> Scheme:
@@ -77,27 +188,44 @@ def test_gradients(executor: str, kind: str) -> None:
     check("fox", hidden.grad.transpose(1, 2), given["dfgate_logit"])
 
 
-LAYERS = [name for name in about("fox")["cases"] if name.startswith("layer_")]
+OFFICIAL_NAMES = {
+    "fgate_type": "forget_gate",
+    "use_output_gate": "output_gate",
+    "use_output_norm": "output_norm",
+    "qk_norm": "qk_norm",
+    "qk_norm_share_param_across_head": "share_qk_norm",
+    "use_k_shift": "k_shift",
+    "use_v_shift": "v_shift",
+    "ogate_act": "gate_activation",
+}
+PLAIN = {name: False for name in ("output_gate", "output_norm", "qk_norm", "k_shift", "v_shift")}
+LAYERS = [
+    *(("fox", name) for name in about("fox")["cases"] if name.startswith("layer_")),
+    *(("fox_pro", name) for name in about("fox_pro")["cases"]),
+]
 
 
-def layer(name: str, kind: str, backend: str = "eager") -> OfficialLayer:
-    config = about("fox")["cases"][name]["config"]
-    options = {} if not config else {"forget_gate": config["fgate_type"]}
-    return OfficialLayer("fox", name, DTYPES[kind], backend, **options)
+def layer(scheme: str, name: str, kind: str, backend: str = "eager") -> OfficialLayer:
+    # The case with grouped queries names no config: it has every part.
+    config = about(scheme)["cases"][name].get("config")
+    options = {OFFICIAL_NAMES[key]: value for key, value in (config or {}).items() if key in OFFICIAL_NAMES}
+    if scheme == "fox_pro" and config is not None:
+        options = {**PLAIN, **options}
+    return OfficialLayer(scheme, name, DTYPES[kind], backend, **options)
 
 
 @pytest.mark.parametrize("kind", DTYPES)
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers(name: str, backend: str, kind: str) -> None:
-    layer(name, kind, backend).check_at_once()
+@pytest.mark.parametrize(("scheme", "name"), LAYERS)
+def test_layers(scheme: str, name: str, backend: str, kind: str) -> None:
+    layer(scheme, name, kind, backend).check_at_once()
 
 
 @pytest.mark.parametrize("kind", DTYPES)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_with_a_cache(name: str, cache: str, kind: str) -> None:
-    layer(name, kind).check_decoding(cache)
+@pytest.mark.parametrize(("scheme", "name"), [case for case in LAYERS if case[1] != "pro_gqa"])
+def test_layers_with_a_cache(scheme: str, name: str, cache: str, kind: str) -> None:
+    layer(scheme, name, kind).check_decoding(cache)
 
 
 @pytest.mark.parametrize("gate", ["fixed", "bias_only", "full"])
@@ -113,6 +241,86 @@ def test_official_time_scales(shortest: int, longest: int, gate: str) -> None:
         torch.testing.assert_close(got.double(), want.repeat(1 if causal else 2), rtol=2e-6, atol=0)
         assert isinstance(got, torch.nn.Parameter) == (gate != "fixed")
         assert gate != "full" or not scheme.fgate_proj.weight.any()
+
+
+# -- sequences and caches ----------------------------------------------------------------------------------------------
+
+LENGTH, HISTORY = 17, 5
+SCHEMES = ["fox", "fox_pro"]
+both = pytest.mark.parametrize("scheme", SCHEMES)
+
+
+@functools.cache
+def model_of(scheme: str) -> LlamaModel:
+    return small_llama(scheme, **({"shift_history": HISTORY} if scheme == "fox_pro" else {}))
+
+
+def inputs(rows: int = 2, length: int = LENGTH, seed: int = 0) -> Tensor:
+    return torch.randn(rows, length, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@torch.no_grad()
+def run(scheme: str, hidden: Tensor, cache: Cache | None = None, **call: Any) -> Tensor:
+    model = model_of(scheme)
+    output: Tensor = model(
+        inputs_embeds=hidden, past_key_values=cache, use_cache=cache is not None, **call
+    ).last_hidden_state
+    return output
+
+
+def same(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
+
+
+@both
+@cases(
+    real=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=2, max_size=4),
+    given_positions=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+@few_examples
+def test_padding_inside_of_a_row_changes_nothing(
+    scheme: str, real: list[tuple[int, int]], given_positions: bool, seed: int
+) -> None:
+    """A batch whose chunks are padded on the right, as in a conversation; padding may be given any position."""
+    hidden = inputs(2, 4 * len(real), seed)
+    keep = torch.stack([torch.cat([torch.arange(4) < n for n in row]) for row in zip(*real, strict=True)])
+    positions = (keep.long().cumsum(-1) - 1).clamp_min(0)
+    if given_positions:
+        anything = torch.randint(0, 30, keep.shape, generator=torch.Generator().manual_seed(seed))
+        positions = torch.where(keep, positions, anything)
+    cache, parts = new_cache(model_of(scheme), "dynamic"), []
+    for start in range(0, 4 * len(real), 4):
+        now = slice(start, start + 4)
+        call = {"position_ids": positions[:, now]} if given_positions else {}
+        parts.append(run(scheme, hidden[:, now], cache, attention_mask=keep[:, : start + 4].long(), **call))
+    for row, output in enumerate(torch.cat(parts, dim=1)):
+        if keep[row].any():
+            same(output[keep[row]], run(scheme, hidden[row, keep[row]][None])[0])
+
+
+@both
+@cases(held=st.integers(2, 12), removed=st.data(), more=st.integers(1, 5), again=st.integers(0, 4))
+@few_examples
+def test_what_was_taken_back_was_never_there(scheme: str, held: int, removed: Any, more: int, again: int) -> None:
+    """Crop, go on, crop once more."""
+    model, hidden = model_of(scheme), inputs()
+    count = removed.draw(st.integers(1, min(held, HISTORY) - 1) | st.just(held))
+    left = held - count
+    cache = new_cache(model, "dynamic")
+    run(
+        scheme,
+        inputs(seed=1)[:, :held] if not left else torch.cat([hidden[:, :left], inputs(seed=1)[:, :count]], 1),
+        cache,
+    )
+    cache.crop(-count)
+    got = run(scheme, hidden[:, left : left + more], cache)
+    want = run(scheme, hidden[:, : left + more])
+    same(got, want[:, left:])
+    again = min(again, more - 1)
+    cache.crop(-again)
+    got = run(scheme, hidden[:, left + more - again : left + more], cache) if again else want[:, :0]
+    same(got, want[:, left + more - again :])
 
 
 # -- numerics ----------------------------------------------------------------------------------------------------------
@@ -197,29 +405,6 @@ def test_a_horizon(gate: str, causal: bool) -> None:
         assert not scheme.starts_exact(native_kept=True)
 
 
-def test_the_bound_of_the_start_holds_and_is_nearly_reached() -> None:
-    scheme = build("fox", geometry(max_positions=200), init="horizon")
-    hidden = torch.randn(1, 200, 32)
-    x = torch.zeros(1, HEADS, 200, HEAD_DIM)
-    places = Positions(count(200), count(200))
-    made = scheme.project(Tokens(positions=places, hidden=hidden), x, x, x)
-    bias = scheme.score(torch.zeros(1, HEADS, 200, 200), x, x, Block(places, 199, state=made.state, own=made.state))
-    seen = torch.ones(200, 200).tril().bool()
-    largest, bound = bias[..., seen].abs().max(), scheme.start_tolerance(native_kept=True)
-    assert 0.99 * bound < largest <= bound
-
-
-@pytest.mark.parametrize("gate", ["full", "bias_only", "fixed"])
-def test_time_scales_by_head(gate: str) -> None:
-    scheme = build("fox", geometry(), forget_gate=gate, init="timescale")
-    times = -1 / log_gates_of(scheme)[0, 4]
-    want = torch.tensor([2, 2 * 25 ** (1 / 3), 2 * 25 ** (2 / 3), 50], dtype=torch.float64)
-    torch.testing.assert_close(times, want, rtol=1e-5, atol=0)
-    assert scheme.start_tolerance(native_kept=True) is None
-    # A model with a context shorter than the shortest time.
-    assert build("fox", geometry(max_positions=1), init="timescale").options()["decay_time_max"] == 2.0
-
-
 def test_the_official_start() -> None:
     scheme = build("fox", geometry(hidden_size=4096), init="official")
     assert scheme.fgate_proj.weight.std().item() == pytest.approx(0.02, rel=0.05)
@@ -229,3 +414,47 @@ def test_the_official_start() -> None:
         options = build("fox", geometry(max_positions=8192), forget_gate=gate).options()
         assert (options["init"], options["decay_time_min"], options["decay_time_max"]) == ("timescale", 64.0, 8192.0)
     assert not build("fox", geometry(), forget_gate="bias_only", init="official").fgate_bias.any()
+
+
+def test_parts_that_are_off_have_no_parameters_and_keep_nothing() -> None:
+    shapes = {
+        "k_shift": {"k_shift_proj.weight": (2, WIDTH)},
+        "v_shift": {"v_shift_proj.weight": (2, WIDTH)},
+        "qk_norm": {"q_norm.weight": (HEADS * HEAD_DIM,), "k_norm.weight": (2 * HEAD_DIM,)},
+        "output_norm": {"o_norm.weight": (HEADS * HEAD_DIM,)},
+        "output_gate": {"ogate_proj.weight": (HEADS * HEAD_DIM, WIDTH)},
+    }
+    for part, parameters in shapes.items():
+        scheme = build("fox_pro", geometry(), **{**PLAIN, part: True})
+        got = {name: tuple(value.shape) for name, value in scheme.named_parameters() if "fgate" not in name}
+        assert got == parameters
+        assert scheme.history == (64 if part in ("k_shift", "v_shift") else 0)
+        assert scheme.start_tolerance(native_kept=True) is None
+        assert "must be trained" in scheme.cautions(native_kept=True)[0]
+    shared = build("fox_pro", geometry(), share_qk_norm=True)
+    assert shared.q_norm.weight.shape == shared.k_norm.weight.shape == (HEAD_DIM,)
+    nothing = build("fox_pro", geometry(), **PLAIN, init="horizon")
+    assert nothing.start_tolerance(native_kept=True) == pytest.approx(0.1)
+    assert nothing.cautions(native_kept=True) == []
+
+
+def test_the_start_of_fox_pro() -> None:
+    scheme = build("fox_pro", geometry(hidden_size=4096))
+    for linear in (scheme.k_shift_proj, scheme.v_shift_proj, scheme.ogate_proj):
+        assert linear.weight.std().item() == pytest.approx(0.02, rel=0.05)
+        assert linear.bias is None
+    for norm in (scheme.q_norm, scheme.k_norm, scheme.o_norm):
+        assert torch.equal(norm.weight, torch.ones_like(norm.weight))
+    # A model that does not scale its logits: norms must not make them larger than those of the official code.
+    unscaled = build("fox_pro", geometry(scale=1.0))
+    torch.testing.assert_close(unscaled.q_norm.weight, torch.full((HEADS * HEAD_DIM,), HEAD_DIM**-0.5))
+    assert hf_posenc.schemes()["fox_pro"].start == "break"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_output_gate_is_computed_in_the_models_dtype(dtype: torch.dtype) -> None:
+    """Its weights, as many as those of the layer's own projections, stay in float32; products of them would be slow."""
+    scheme, seen = build("fox_pro", geometry()), []
+    scheme.ogate_proj.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    output = scheme.finish(torch.randn(1, HEADS, 3, HEAD_DIM, dtype=dtype), torch.randn(1, 3, WIDTH, dtype=dtype))
+    assert seen == [output.dtype] == [dtype]

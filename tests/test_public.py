@@ -312,15 +312,3 @@ def test_canary_peft() -> None:
     assert list(inspect.signature(BaseTuner.inject_adapter).parameters)[:3] == ["self", "model", "adapter_name"]
     assert callable(PeftConfig._split_kwargs)
     assert isinstance(CONFIG_KEYS_TO_CHECK, dict)
-
-
-def test_an_encoder_without_encoding_is_warned_of() -> None:
-    from transformers import T5Config
-
-    warned = hf_posenc.plan(
-        T5Config(vocab_size=40, d_model=16, num_layers=1, num_heads=2, d_kv=8, d_ff=16), "nope"
-    ).warnings
-    assert [warning for warning in warned if "bag of words" in warning] == [
-        "encoder: Without any encoding, attention to both sides sees a bag of words: it cannot tell orders of tokens "
-        "apart."
-    ]

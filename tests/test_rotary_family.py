@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
 from grid import once
@@ -112,8 +111,6 @@ def test_rope2d_learned_frequencies_count_in_units() -> None:
         many.freqs.copy_(50 * one.freqs)
     got, want = (rotated(scheme, q, k, torch.arange(9))[0] for scheme in (many, one))
     torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
-    many.reset_parameters()
-    torch.testing.assert_close(many.freqs.norm(dim=0), 50 * one.freqs.norm(dim=0))
     assert build("rope2d", geometry(max_positions=50, axes=2)).unit == 1
 
 
@@ -194,14 +191,6 @@ def fope(**options: Any) -> Scheme:
     return build("fope", geometry(kv_heads=2, inv_freq=FREQUENCIES, rotary_scaling=1.25), **options)
 
 
-def test_fope_starts_exact_without_noise_and_clipping() -> None:
-    noisy = {"sigma": 0.3, "clip": True, "max_length": 100}
-    for options in ({}, {"anneal": True, **noisy}, {"clip": True, "max_length": 10**6}):
-        assert fope(**options).starts_exact(native_kept=False)
-    for options in ({"sigma": 0.3}, {"clip": True, "max_length": 100}, {"init": "zero"}):
-        assert not fope(**options).starts_exact(native_kept=False)
-
-
 def test_fope_annealing_ends_at_the_whole_scheme_and_is_saved() -> None:
     options = {"sigma": 0.3, "clip": True, "max_length": 100}
     whole, annealed = fope(**options), fope(anneal=True, **options)
@@ -224,6 +213,7 @@ def test_fope_annealing_ends_at_the_whole_scheme_and_is_saved() -> None:
 
 def test_fope_pairs_without_frequency_pass() -> None:
     scheme = fope(sigma=0.3, clip=True, max_length=100)
+    assert not scheme.starts_exact(native_kept=False)
     kept = int((2 * math.pi / 100 <= FREQUENCIES).sum())
     assert scheme.sin_coef.shape == (2, kept, kept)
     q, k = random_qk(kv_heads=2)
@@ -315,8 +305,9 @@ def test_xpos_is_its_definition_at_any_position(positions: Tensor, executor: str
     assert scheme.layout == "interleaved"
     want = xpos_logits(q, k, positions, 512.0).softmax(-1)
     torch.testing.assert_close(weights_of(scheme, q, k, positions, executor), want, rtol=0, atol=1e-9)
-    single = weights_of(scheme, q.float(), k.float(), positions, executor)
-    assert single.isfinite().all()
+    operands = [x.float().requires_grad_() for x in (q, k)]
+    single = weights_of(scheme, *operands, positions, executor)
+    assert all(x.isfinite().all() for x in (single, *torch.autograd.grad(single.square().sum(), operands)))
     # In float32 the angles are off by up to 0.06 at a million; nothing else is.
     torch.testing.assert_close(single.double(), want, rtol=0, atol=0.2 if int(positions.max()) >= 10**6 else 0.05)
 
@@ -369,16 +360,6 @@ def test_xpos_is_the_official_one_within_its_range() -> None:
     torch.testing.assert_close(got, official.masked_fill(hidden, float("-inf")).softmax(-1))
 
 
-def test_xpos_gradients_stay_finite_over_any_jump() -> None:
-    scheme, (q, k) = build("xpos", geometry()), random_qk()
-    q, k = (x.float().requires_grad_() for x in (q, k))
-    positions = torch.tensor([0, 1, 30_000, 30_001, 80_000, 80_002, 150_000, 150_001, 400_000])
-    weights_of(scheme, q, k, positions, "dense").square().sum().backward()
-    assert q.grad.isfinite().all()
-    assert k.grad.isfinite().all()
-    assert q.grad.any()
-
-
 def test_xpos_fades_as_far_as_it_is_annealed() -> None:
     own = 1e4 ** -(torch.arange(8) / 8)
     scheme, (q, k) = (
@@ -404,18 +385,6 @@ def test_xpos_by_blocks_sees_two_of_them(executor: str) -> None:
     got = weights_of(build("xpos", geometry(), block_length=2), q, k, positions, executor)
     torch.testing.assert_close(got, want.masked_fill(~seen, float("-inf")).softmax(-1), rtol=0, atol=1e-9)
     assert not build("xpos", geometry(), block_length=2, gate=True).starts_exact(native_kept=True)
-
-
-def test_xpos_by_blocks_reads_a_block_more_per_layer() -> None:
-    model = hf_posenc.patch(models.stock("llama"), "xpos", block_length=4)
-    first = 20 - 4 * model.config.num_hidden_layers  # that the block from 20 on reads
-    ids = torch.randint(0, 50, (1, 23), generator=torch.Generator().manual_seed(0))
-    other = ids.clone()
-    other[:, :first] = (other[:, :first] + 1) % 50
-    with torch.no_grad():
-        before, after = model(ids).logits, model(other).logits
-    assert torch.equal(before[:, 20:], after[:, 20:])
-    assert not torch.equal(before[:, 16:20], after[:, 16:20])
 
 
 def test_xpos_leaves_nothing_ahead_of_a_query() -> None:
@@ -450,7 +419,6 @@ ROPE_TYPES: dict[str, dict[str, Any]] = {
     },
     "proportional": {"partial_rotary_factor": 0.5, "factor": 2.0},
 }
-PLACES = (0, 100_000)
 
 
 def small_llama(kind: str, limit: int = LONG) -> LlamaForCausalLM:
@@ -485,79 +453,43 @@ def logits_at(model: PreTrainedModel, first: int, length: int = 13) -> Tensor:
         return model(ids, position_ids=torch.arange(first, first + length)[None], use_cache=False).logits[0]
 
 
-def start_error(
-    rope_type: str,
-    first: int,
-    dtype: torch.dtype,
-    scheme: str = "rope",
-    *,
-    exact_angles: bool = False,
-    limit: int = LONG,
-    **options: Any,
-) -> float:
-    """Return the largest difference between the logits of a model before and after patching it.
-
-    Args:
-        rope_type: Rope type of the model.
-        first: The position at which 13 tokens begin.
-        dtype: Dtype of the model.
-        scheme: Given to `patch`.
-        exact_angles: Let the stock model compute its angles in float64, where it takes float32 whatever its dtype.
-        limit: See `small_llama`.
-        **options: Options of the scheme.
-    """
-    stock = stock_logits(rope_type, first, dtype, exact_angles, limit)
-    patched = logits_at(hf_posenc.patch(small_llama(rope_type, limit).to(dtype), scheme, **options), first)
-    return float((patched - stock).abs().max())
+def start_error(rope_type: str, first: int, scheme: str = "rope", *, limit: int = LONG, **options: Any) -> float:
+    """Return the largest difference between the logits of a model before and after patching it."""
+    patched = logits_at(hf_posenc.patch(small_llama(rope_type, limit), scheme, **options), first)
+    return float((patched - stock_logits(rope_type, first, limit)).abs().max())
 
 
 @functools.cache
-def stock_logits(rope_type: str, first: int, dtype: torch.dtype, exact_angles: bool, limit: int) -> Tensor:
-    """Logits of `start_error` before patching."""
-    model = small_llama(rope_type, limit).to(dtype)
-    rotary = model.model.rotary_emb
-    if exact_angles:
-        update = rotary.forward
-
-        def forward(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-            update(x, position_ids)  # changes the frequencies, where the type says so
-            angles = (position_ids.double()[..., None] * rotary.inv_freq.double()).repeat(1, 1, 2)
-            return angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
-
-        rotary.forward = forward
-    found = logits_at(model, first)
+def stock_logits(kind: str, first: int, limit: int) -> Tensor:
+    found = logits_at(small_llama(kind, limit), first)
     assert found.abs().max() > 1
     return found
 
 
-# Schemes that start as the model's own rotation, with a bound for float64. Those of blocks compute angles in float64
-# where the stock model has float32.
-STARTS: list[tuple[str, dict[str, Any], float]] = [
-    ("rope", {}, 1e-11),
-    ("rope2d", {}, 1e-11),
-    ("rope2d", {"kind": "axial"}, 1e-11),
-    ("fope", {}, 1e-11),
-    ("fope", {"anneal": True, "sigma": 0.3, "clip": True, "max_length": 100}, 1e-11),
-    ("xpos", {"anneal": True}, 1e-11),
-    *((name, {"block_size": size}, 1e-9) for name in ("liere", "comrope_ap", "comrope_ld") for size in (2, 8)),
+# Schemes that start as the model's own rotation. Those of blocks compute angles in float64, the stock model in float32.
+STARTS: list[tuple[str, dict[str, Any]]] = [
+    ("rope", {}),
+    ("rope2d", {}),
+    ("rope2d", {"kind": "axial"}),
+    ("fope", {}),
+    ("fope", {"anneal": True, "sigma": 0.3, "clip": True, "max_length": 100}),
+    ("xpos", {"anneal": True}),
+    *((name, {"block_size": size}) for name in ("liere", "comrope_ap", "comrope_ld") for size in (2, 8)),
 ]
 
 
-@pytest.mark.parametrize("first", once(reversed(PLACES)))
+@pytest.mark.parametrize("first", once([100_000, 0]))
 @pytest.mark.parametrize("kind", once(sorted(ROPE_TYPES, reverse=True)))
 def test_the_start_is_exact_on_every_rope_type(kind: str, first: int) -> None:
-    for scheme, options, atol in STARTS:
-        assert start_error(kind, first, torch.float64, scheme, exact_angles=True, **options) < atol
-        of_angles = 1e-5 + 2 * first * torch.finfo(torch.float32).eps if "block_size" in options else 1e-5
-        assert start_error(kind, first, torch.float32, scheme, **options) < of_angles
-    # What the stock model's own float32 angles make of a float64 model.
-    assert start_error(kind, first, torch.float64) < (1e-5 if not first else 0.2)
+    for scheme, options in STARTS:
+        of_angles = 2 * first * torch.finfo(torch.float32).eps if "block_size" in options else 0
+        assert start_error(kind, first, scheme, **options) < 1e-5 + of_angles
 
 
 def test_frequencies_that_change_are_frozen_with_a_caution() -> None:
     for kind in ("dynamic", "longrope"):
-        assert start_error(kind, 1_000, torch.float32, limit=2048) < 1e-5
-        assert start_error(kind, 4_000, torch.float32, limit=2048) > 1e-2, "the model has changed its own, rope has not"
+        assert start_error(kind, 1_000, limit=2048) < 1e-5
+        assert start_error(kind, 4_000, limit=2048) > 1e-2, "the model has changed its own, rope has not"
         warnings = hf_posenc.plan(small_llama(kind, 2048), "rope").warnings
         assert any("beyond 2048 tokens; rope keeps those used up to there" in warning for warning in warnings)
         for scheme in ("rope2d", "fope", "xpos"):
@@ -569,8 +501,8 @@ def test_frequencies_that_change_are_frozen_with_a_caution() -> None:
 
 def test_the_long_frequencies_of_longrope_can_be_frozen() -> None:
     for first in (4_000, 100_000):
-        assert start_error("longrope", first, torch.float64, limit=2048, freeze="long", exact_angles=True) < 1e-11
-    assert start_error("longrope", 0, torch.float32, limit=2048, freeze="long") > 1e-2
+        assert start_error("longrope", first, limit=2048, freeze="long") < 1e-5
+    assert start_error("longrope", 0, limit=2048, freeze="long") > 1e-2
     plan = hf_posenc.plan(small_llama("longrope", 2048), "rope", freeze="long")
     assert plan.start == "break"
     assert any("rope keeps those used beyond" in warning for warning in plan.warnings)
