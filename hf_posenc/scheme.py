@@ -31,7 +31,16 @@ _CHANGED = {
 }
 
 
-class Scheme(nn.Module):
+class _Started(type):
+    """The class of classes whose objects get the start of their parameters as soon as they are made."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__call__(*args, **kwargs)
+        made.reset_parameters()
+        return made
+
+
+class Scheme(nn.Module, metaclass=_Started):
     """A positional scheme for one attention layer, or shared by all layers of a stack.
 
     A subclass overrides some of the seams `embed`, `project`, `recall`, `score`, `weigh`, `mix`, `carry`, `finish` and
@@ -43,6 +52,7 @@ class Scheme(nn.Module):
 
     Args:
         geometry: Shape of the layer.
+        gates: Number of learned factors for `gated`.
     """
 
     # The registered name.
@@ -65,11 +75,11 @@ class Scheme(nn.Module):
     # Number of tokens of `Projection.recent` that a cache keeps; a crop can remove no more than these.
     history: int = 0
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: Geometry, gates: int = 0) -> None:
         super().__init__()
         self.geometry = geometry
-        # A learned factor on what the scheme does, if it has a gate; 0 at the start, which is an exact no-op.
-        self.gate_weight: nn.Parameter | None = None
+        # Learned factors on what the scheme does, if it has a gate; 0 at the start, which is an exact no-op.
+        self.gate_weight = nn.Parameter(torch.empty(gates)) if gates else None
         # Distance from which keys are hidden, an option of every scheme that `build` sets; `None` hides none.
         self.window: int | None = None
         # The part that all layers share. `build` makes it; inside a model the body holds it.
@@ -81,7 +91,7 @@ class Scheme(nn.Module):
             raise OptionError(f"{self.name}: option {option}={got!r}: expected {expected}.")
 
     def reset_parameters(self) -> None:
-        """Set the parameters to their start, with the functions of `torch.nn.init` only.
+        """Set the parameters to their start, with the functions of `torch.nn.init` only; called after `__init__`.
 
         Loading a checkpoint calls this for parameters missing in the file; transformers then guards `torch.nn.init`, so
         loaded values stay.

@@ -8,7 +8,7 @@ scheme (`Scheme.adaptation`).
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -28,8 +28,9 @@ class Bias:
     of: Callable[..., Tensor]
 
     def scaled(self, factor: float) -> "Bias":
-        """Return the same at part of its strength; here all fields are functions that return parts of the bias."""
-        return replace(self, **{part.name: _scaled(getattr(self, part.name), factor) for part in fields(self)})
+        """Return the same at part of its strength; here all functions return parts of the bias."""
+        functions = {name: value for name, value in vars(self).items() if callable(value)}
+        return replace(self, **{name: _scaled(function, factor) for name, function in functions.items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,14 +85,16 @@ class KeyBias(Bias):
 
 @dataclass(frozen=True, eq=False)
 class DistanceTable(Bias):
-    """A number per head and distance.
+    """A number per head and distance; also what a stock model with such a table can hold.
 
     Attributes:
         at: Returns the number for int64 distances `[N]` (query minus key; never negative in causal layers), `[H, N]`
             in the dtype of the second argument.
+        reach: Distance from which they no longer change, on either side; `None` if they go on changing.
     """
 
     at: Callable[[Tensor, torch.dtype], Tensor]
+    reach: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,20 +276,7 @@ class PositionTable:
     limit: int | None
 
 
-@dataclass(frozen=True, eq=False)
-class StockBias:
-    """A number per head and distance is added to the logits.
-
-    Attributes:
-        values: Returns them, `[H, N]`, at distances `[N]` (query minus key; never negative in causal layers).
-        reach: Distance from which they no longer change, on either side; `None` if they go on changing.
-    """
-
-    values: Callable[[Tensor], Tensor]
-    reach: int | None
-
-
-Equivalent: TypeAlias = Nothing | Rotation | PositionTable | StockBias
+Equivalent: TypeAlias = Nothing | Rotation | PositionTable | DistanceTable
 
 
 # -- pictures -------------------------------------------------------------------------------------------------------

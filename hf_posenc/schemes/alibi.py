@@ -34,7 +34,6 @@ class ALiBi(GridBias):
         self.learned_slopes = learned_slopes
         self.log_slopes = torch.nn.Parameter(torch.empty(geometry.heads)) if learned_slopes else None
         self._slopes = slopes(geometry.heads)
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()

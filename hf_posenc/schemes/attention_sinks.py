@@ -28,7 +28,6 @@ class AttentionSinks(Scheme):
         super().__init__(geometry)
         self.sink_start = sink_start
         self.sinks = nn.Parameter(torch.empty(geometry.heads))
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.sinks, self.sink_start)

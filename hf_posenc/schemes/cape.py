@@ -64,7 +64,6 @@ class CAPE(Scheme):
         heads = geometry.heads
         width = 2 * heads if form == "concat_residual" and base != "nope" else heads
         self.mlp2 = PairNetwork(width, mlp_width, heads, negative_slope=_SLOPE, residual=form != "add")
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         self.mlp2.reset_parameters()

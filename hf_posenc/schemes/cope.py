@@ -66,7 +66,6 @@ class CoPE(Scheme):
         self.pos_emb_right = None if geometry.causal else nn.Parameter(torch.empty(1, geometry.head_dim, npos))
         width = geometry.kv_heads * geometry.head_dim
         self.gate_proj = AnyDtypeLinear(geometry.hidden_size, width) if separate_keys else None
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.pos_emb)

@@ -35,7 +35,6 @@ class RelativeEmbeddings(Scheme):
         self.span, self.normalize, self.zero = span, normalize, zero
         self.rel_embeddings = nn.Parameter(torch.empty(2 * span, geometry.hidden_size))
         self.LayerNorm = nn.LayerNorm(geometry.hidden_size, eps=_LAYER_NORM_EPSILON) if normalize else None
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         draw_start(self.rel_embeddings, "zero" if self.zero and not self.normalize else "normal", _STD)
@@ -128,7 +127,6 @@ class Disentangled(Scheme):
         width = geometry.heads * geometry.head_dim
         self.pos_key_proj = AnyDtypeLinear(geometry.hidden_size, width) if c2p and not share_att_key else None
         self.pos_query_proj = AnyDtypeLinear(geometry.hidden_size, width) if p2c and not share_att_key else None
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         for projection in (self.pos_key_proj, self.pos_query_proj):

@@ -69,7 +69,6 @@ class FIRE(AdditiveBias):
         self.L_multiplier = nn.Parameter(torch.empty(1))
         self.register_buffer("init_L", torch.empty(1))
         self.mlp = PairNetwork(1, width, geometry.heads, negative_slope=self._negative_slope)
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()

@@ -101,7 +101,6 @@ class FoPE(Annealed, RotaryScheme):
                 setattr(self, name, nn.Parameter(coefficients))
             else:
                 self.register_buffer(name, coefficients)
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()

@@ -93,7 +93,6 @@ class FoX(Scheme):
             self.fgate_bias = nn.Parameter(torch.empty(gates))
         else:
             self.register_buffer("fgate_bias", torch.empty(gates))
-        FoX.reset_parameters(self)  # a subclass has no parameters of its own yet
 
     def reset_parameters(self) -> None:
         if self.fgate_proj is not None:

@@ -106,7 +106,6 @@ class FoXPro(FoX):
         self.o_norm = HeadNorm(heads, width, _OUTPUT_EPSILON) if output_norm else None
         self.ogate_proj = AnyDtypeLinear(geometry.hidden_size, heads * width, bias=False) if output_gate else None
         self.history = shift_history if k_shift or v_shift else 0
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()

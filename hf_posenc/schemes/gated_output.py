@@ -40,7 +40,6 @@ class GatedOutput(Scheme):
         self.gate_per, self.gate_start = gate_per, gate_start
         gates = geometry.heads * (geometry.head_dim if gate_per == "channel" else 1)
         self.gate_proj = AnyDtypeLinear(geometry.hidden_size, gates, bias=False)
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         if self.gate_start == "exact":

@@ -1,6 +1,4 @@
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,18 +34,15 @@ class GRAPEA(Scheme):
         gate: Multiply the bias by a learned factor per head that starts at 0.
     """
 
-    neutral_options: ClassVar[Mapping[str, Any] | None] = {"gate": True}
+    neutral_options = {"gate": True}
     adaptation = Adaptation(rate=8)
 
     def __init__(self, geometry: Geometry, *, gate: bool = False) -> None:
-        super().__init__(geometry)
+        super().__init__(geometry, gates=geometry.heads if gate else 0)
         self.gate = gate
         self.omega = nn.Parameter(torch.empty(geometry.heads))
         self.u = nn.Parameter(torch.empty(geometry.heads, geometry.head_dim))
-        if gate:
-            self.gate_weight = nn.Parameter(torch.zeros(geometry.heads))
         self._slopes = slopes(geometry.heads)
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()

@@ -5,8 +5,8 @@ from torch import Tensor, nn
 
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.scheme import register_scheme
-from hf_posenc.schemes.families.additive import AdditiveBias, DistanceBias
-from hf_posenc.structures import Adaptation, Bias, Equivalent
+from hf_posenc.schemes.families.additive import DistanceBias
+from hf_posenc.structures import Adaptation, Bias
 
 # The official code keeps both parameters at least this large, and the exponent at most 2.
 _SMALLEST = 0.01
@@ -59,7 +59,6 @@ class KERPLE(DistanceBias):
         self.bias_a = nn.Parameter(torch.empty(geometry.heads))
         self.wei_p = nn.Parameter(torch.empty(geometry.heads)) if weighted else None
         self.wei_a = nn.Parameter(torch.empty(geometry.heads)) if weighted else None
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -77,11 +76,8 @@ class KERPLE(DistanceBias):
         return -a * n ** _bounded(self.bias_p, _LARGEST_EXPONENT).to(n)[:, None]
 
     def added(self) -> Bias | None:
-        return None if self.weighted else super().added()
-
-    def stock_equivalent(self) -> Equivalent:
         # A factor on logits is not a bias.
-        return AdditiveBias.stock_equivalent(self) if self.weighted else super().stock_equivalent()
+        return None if self.weighted else super().added()
 
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
         if self.wei_a is not None and self.wei_p is not None:

@@ -47,7 +47,6 @@ class Learned(Scheme):
         self.require(init != "native" or fits, "init", init, expected)
         self.num_positions, self.init = num_positions, init
         self.wpe = nn.Embedding(num_positions, geometry.hidden_size)
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         learned_table_start(self.init, self.wpe.weight, self.geometry.native, std=0.02)

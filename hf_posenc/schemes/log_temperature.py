@@ -58,7 +58,6 @@ class LogTemperature(Scheme):
         self.temperature, self.slope, self.floor = temperature, slope, floor
         self.slopes = None if fixed else nn.Parameter(torch.empty(geometry.heads))
         self.offsets = nn.Parameter(torch.empty(geometry.heads)) if temperature == "affine" else None
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         if self.slopes is not None:

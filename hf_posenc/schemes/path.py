@@ -1,13 +1,10 @@
-from collections.abc import Mapping
-from typing import Any, ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.scheme import Scheme, register_scheme
-from hf_posenc.schemes.families.layers import AnyDtypeLinear, convolved
+from hf_posenc.schemes.families.layers import AnyDtypeLinear, LowRank, convolved
 from hf_posenc.structures import Numbers, Picture
 
 # Direction `[B, S, G, D]` and strength `[B, S, G]` of each token's reflection; projections of the tokens before.
@@ -45,30 +42,24 @@ class PaTH(Scheme):
         gate: Multiply every beta by a learned factor per kv head that starts at 0.
     """
 
-    neutral_options: ClassVar[Mapping[str, Any] | None] = {"gate": True}
+    neutral_options = {"gate": True}
     reads_keys = True
     history = 64
 
     def __init__(self, geometry: Geometry, *, rank: int = 32, kernel: int = 3, gate: bool = False) -> None:
-        super().__init__(geometry)
+        super().__init__(geometry, gates=geometry.kv_heads if gate else 0)
         self.require(rank >= 1, "rank", rank, "at least 1")
         self.require(1 <= kernel <= self.history, "kernel", kernel, f"a number from 1 to {self.history}")
         self.rank, self.kernel, self.gate = rank, kernel, gate
         width = geometry.kv_heads * geometry.head_dim
-        self.w_proj = nn.ModuleList(
-            [AnyDtypeLinear(geometry.hidden_size, rank, bias=False), AnyDtypeLinear(rank, width, bias=False)]
-        )
+        self.w_proj = LowRank(geometry.hidden_size, rank, width)
         self.w_conv1d = nn.Parameter(torch.empty(width, kernel))
         self.bt_proj = AnyDtypeLinear(geometry.hidden_size, geometry.kv_heads)
-        if gate:
-            self.gate_weight = nn.Parameter(torch.zeros(geometry.kv_heads))
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        for layer in (*self.w_proj, self.bt_proj):
-            assert isinstance(layer, AnyDtypeLinear)
-            layer.reset_parameters()
+        self.w_proj.reset_parameters()
+        self.bt_proj.reset_parameters()
         nn.init.zeros_(self.bt_proj.bias)
         nn.init.uniform_(self.w_conv1d, -(self.kernel**-0.5), self.kernel**-0.5)
 

@@ -45,7 +45,6 @@ class RePo(ContentRotation):
         self.gate_map = AnyDtypeLinear(geometry.hidden_size, self.width, bias=False)
         self.content_map = AnyDtypeLinear(geometry.hidden_size, self.width, bias=False)
         self.final_map = AnyDtypeLinear(self.width, geometry.kv_heads, bias=False)
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         for layer in (self.gate_map, self.content_map, self.final_map):

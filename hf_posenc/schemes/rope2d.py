@@ -66,7 +66,8 @@ class RoPE2D(PairRotation):
         own = geometry.inv_freq
         # Axial pairs need frequencies even if the start is zero.
         taken = init == "native" or (init == "zero" and kind == "axial" and theta is None)
-        super().__init__(geometry, theta=theta, own=own if taken else None)
+        gates = int(kind == "axial" and init == "zero")
+        super().__init__(geometry, theta=theta, own=own if taken else None, gates=gates)
         self._native = self._native and init == "native"
         self.axes = max(2, geometry.axes) if axes is None else axes
         self.kind, self.init = kind, init
@@ -87,9 +88,6 @@ class RoPE2D(PairRotation):
         self.freqs = None
         if kind == "mixed":
             self.freqs = nn.Parameter(torch.empty(self.axes, geometry.kv_heads, self._pairs))
-        if kind == "axial" and init == "zero":
-            self.gate_weight = nn.Parameter(torch.zeros(1))
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()

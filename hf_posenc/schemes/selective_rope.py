@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from hf_posenc.operands import Geometry, Tokens
 from hf_posenc.scheme import register_scheme
-from hf_posenc.schemes.families.layers import AnyDtypeLinear, convolved
+from hf_posenc.schemes.families.layers import LowRank, convolved
 from hf_posenc.schemes.families.rotary import ContentRotation
 
 # Names of the sums of all steps up to a token, `[B, S, G, M]`, and of the projections of the tokens before.
@@ -58,20 +58,13 @@ class SelectiveRoPE(ContentRotation):
         # The official code's own parts of the hidden state.
         self._parts = geometry.heads if geometry.hidden_size % geometry.heads == 0 else 1
         steps = geometry.kv_heads * self.pairs
-        self.phi_proj = nn.ModuleList(
-            [AnyDtypeLinear(geometry.hidden_size, rank, bias=False), AnyDtypeLinear(rank, steps, bias=False)]
-        )
+        self.phi_proj = LowRank(geometry.hidden_size, rank, steps)
         self.phi_conv1d = nn.Parameter(torch.empty(steps, kernel))
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        narrow, wide = self.phi_proj
-        assert isinstance(narrow, AnyDtypeLinear)
-        assert isinstance(wide, AnyDtypeLinear)
-        narrow.reset_parameters()
-        wide.reset_parameters()
+        self.phi_proj.reset_parameters()
         if self.init != "official":
-            nn.init.zeros_(wide.weight)
+            nn.init.zeros_(self.phi_proj.get_parameter("1.weight"))
         nn.init.uniform_(self.phi_conv1d, -(self.kernel**-0.5), self.kernel**-0.5)
 
     def places(self, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:

@@ -47,7 +47,6 @@ class Shaw(Scheme):
         shape = (2 * max_distance + 1, geometry.head_dim)
         self.rel_k = nn.Parameter(torch.empty(shape))
         self.rel_v = nn.Parameter(torch.empty(shape)) if values else None
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         for table in self.parameters():

@@ -43,7 +43,7 @@ class Sinusoidal(Scheme):
         scale: float | None = None,
         gate: bool = False,
     ) -> None:
-        super().__init__(geometry)
+        super().__init__(geometry, gates=int(gate))
         self.require(base > 1, "base", base, "a number above 1")
         if scale is None:
             rms = geometry.embedding_rms
@@ -51,8 +51,6 @@ class Sinusoidal(Scheme):
             self.require(rms is None or math.isfinite(rms), "scale", scale, expected)
             scale = 1.0 if rms is None else rms / math.sqrt(0.5)
         self.layout, self.freq, self.base, self.scale, self.gate = layout, freq, base, scale, gate
-        if gate:
-            self.gate_weight = nn.Parameter(torch.zeros(1))
         self.axes = 2 if geometry.axes == 2 else 0
 
     def embed(self, inputs: Tensor, positions: Tensor, coords: Tensor | None = None) -> Tensor:

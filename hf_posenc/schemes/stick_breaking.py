@@ -53,7 +53,6 @@ class StickBreaking(Scheme):
         with_bias = remainder == "head_bias"
         self.head_bias = nn.Parameter(torch.empty(heads, width)) if with_bias else None
         self.norm = nn.GroupNorm(heads, heads * width, eps=_NORM_EPSILON) if with_bias else None
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         if self.logit_bias is not None:

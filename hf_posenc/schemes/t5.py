@@ -55,7 +55,6 @@ class T5Bias(LearnedTable):
         self.num_buckets, self.max_distance, self.init = num_buckets, max_distance, init
         self._buckets = Buckets(num_buckets=num_buckets, max_distance=max_distance, causal=geometry.causal)
         self.weight = nn.Parameter(torch.empty(num_buckets, geometry.heads))
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()

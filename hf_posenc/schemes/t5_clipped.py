@@ -49,7 +49,6 @@ class T5Clipped(LearnedTable, GridBias):
         self.max_distance, self.init = max_distance, init
         per_axis = max_distance + 1 if geometry.causal and not self.axes else 2 * max_distance + 1
         self.r = nn.Parameter(torch.empty(geometry.heads, per_axis ** (self.axes or 1)))
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()

@@ -72,7 +72,6 @@ class TaPE(RotaryScheme):
                     "down_proj": AnyDtypeLinear(size, heads, bias=False),
                 }
             )
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()

@@ -24,7 +24,6 @@ class GlobalBiases(Scheme):
         self.init = init
         self.r_w_bias = nn.Parameter(torch.empty(geometry.heads, geometry.head_dim))
         self.r_r_bias = nn.Parameter(torch.empty(geometry.heads, geometry.head_dim))
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         draw_start(self.r_w_bias, self.init, _STD)
@@ -78,7 +77,6 @@ class TransformerXL(Scheme):
         shape = (geometry.heads, geometry.head_dim)
         self.r_w_bias = nn.Parameter(torch.empty(shape)) if untie else None
         self.r_r_bias = nn.Parameter(torch.empty(shape)) if untie else None
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         for parameter in (self.r_net.weight, self.r_w_bias, self.r_r_bias):

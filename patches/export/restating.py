@@ -17,7 +17,7 @@ from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import Architecture
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.additive import Buckets
-from hf_posenc.structures import Equivalent, Nothing, PositionTable, Rotation, StockBias
+from hf_posenc.structures import DistanceTable, Equivalent, Nothing, PositionTable, Rotation
 
 # The remedy where an export is impossible.
 KEEP = "Load the converted checkpoint where hf-posenc is installed instead."
@@ -32,7 +32,7 @@ _STILL = 1e-30
 _DOES = {
     Rotation: "turns queries and keys by their positions",
     PositionTable: "adds a vector per position to the embeddings of the tokens",
-    StockBias: "adds a bias of the distance to the logits",
+    DistanceTable: "adds a bias of the distance to the logits",
 }
 
 
@@ -406,7 +406,7 @@ def _restate_distances(draft: Draft, stacks: Sequence[Stack], max_positions: int
     assert native.max_distance is not None
     own = (len(native.weight), native.max_distance)
     far = max(native.max_distance, *(_reach(layer, max_positions) for stack in stacks for layer in stack.layers))
-    added = [layer.added for stack in stacks for layer in stack.layers if isinstance(layer.added, StockBias)]
+    added = [layer.added for stack in stacks for layer in stack.layers if isinstance(layer.added, DistanceTable)]
     if max_positions is not None and all(table.reach is not None for table in added):
         raise ExportError(
             f"Got max_positions={max_positions}, but the bias is constant from the distance {far} on, so a table holds "
@@ -432,7 +432,7 @@ def _reach(layer: Layer, max_positions: int | None) -> int:
     """Return the distance from which the bias of a layer counts as constant."""
     if isinstance(layer.added, Nothing):
         return 0
-    if not isinstance(layer.added, StockBias):
+    if not isinstance(layer.added, DistanceTable):
         raise unfit(layer, f"{_DOES[type(layer.added)]}, and the model has a table for distances only")
     if layer.added.reach is not None:
         return layer.added.reach
@@ -457,8 +457,9 @@ def _distance_values(stack: Stack, far: int) -> Tensor:
     found: list[Tensor] = []
     for layer in stack.layers:
         bias = layer.native * own
-        if isinstance(layer.added, StockBias):
-            bias = bias + layer.added.values(distance).cpu()
+        if isinstance(layer.added, DistanceTable):
+            with torch.no_grad():
+                bias = bias + layer.added.at(distance, torch.float64).cpu()
         found.append(bias)
         if not torch.equal(bias, found[0]):
             raise unfit(

@@ -1,8 +1,6 @@
 """Base classes of the schemes that add a bias to the logits, and the logarithmic distance buckets of T5."""
 
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +8,7 @@ from torch import Tensor, nn
 from hf_posenc.operands import Block, Geometry, NativeTable, Positions, coordinates_of
 from hf_posenc.ops import placed
 from hf_posenc.scheme import Scheme, draw_start, set_start
-from hf_posenc.structures import Adaptation, Bias, DistanceTable, Equivalent, StockBias
+from hf_posenc.structures import Adaptation, Bias, DistanceTable, Equivalent
 
 
 class AdditiveBias(Scheme):
@@ -21,16 +19,14 @@ class AdditiveBias(Scheme):
         shared: Use one module for the whole stack.
     """
 
-    neutral_options: ClassVar[Mapping[str, Any] | None] = {"gate": True}
+    neutral_options = {"gate": True}
 
     def __init__(self, geometry: Geometry, *, gate: bool = False, shared: bool = False) -> None:
-        super().__init__(geometry)
+        super().__init__(geometry, gates=geometry.heads if gate else 0)
         self.gate = gate
         self.shared = shared
         # The bias of keys ahead of the query, in encoders; `None` is that of keys behind it.
         self.ahead: AdditiveBias | None = None
-        if gate:
-            self.gate_weight = nn.Parameter(torch.zeros(geometry.heads))
 
     def begin_fit(self) -> None:
         """Set parameters to a good start for a regression of the bias: an open gate."""
@@ -91,17 +87,11 @@ class DistanceBias(AdditiveBias):
         return None
 
     def stock_equivalent(self) -> Equivalent:
-        if self.axes or self.is_silent():
-            return super().stock_equivalent()
-
-        def at(distance: Tensor) -> Tensor:
-            with torch.no_grad():
-                return self.added_at(distance, torch.float64)
-
-        return StockBias(at, self.reach())
+        added = self.added()
+        return added if isinstance(added, DistanceTable) and not self.is_silent() else super().stock_equivalent()
 
     def added(self) -> Bias | None:
-        return Bias(self.gated_bias) if self.axes else DistanceTable(self.gated_bias, self.added_at)
+        return Bias(self.gated_bias) if self.axes else DistanceTable(self.gated_bias, self.added_at, self.reach())
 
     def added_at(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the bias times its gate, `[H, N]`, at int64 distances `[N]`."""

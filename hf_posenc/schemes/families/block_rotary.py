@@ -248,7 +248,6 @@ class BlockRotary(Turning):
         # Generators and their planes, kept from the last call without gradients.
         self._known: tuple[Tensor, Planes] | None = None
         self.make_parameters()
-        self.reset_parameters()
 
     def make_parameters(self) -> None:
         """Create the parameters, without values."""

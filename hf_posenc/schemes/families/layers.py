@@ -52,8 +52,21 @@ class AnyDtypeLinear(_Weights):
         return F.linear(input, self.weight.to(input.dtype), None if self.bias is None else self.bias.to(input.dtype))
 
 
+class LowRank(nn.ModuleList):
+    """Two linear layers without bias, from `in_features` through `rank` channels to `out_features`."""
+
+    def __init__(self, in_features: int, rank: int, out_features: int) -> None:
+        super().__init__(AnyDtypeLinear(*sizes, bias=False) for sizes in ((in_features, rank), (rank, out_features)))
+
+    def reset_parameters(self) -> None:
+        """Draw weights as `nn.Linear` does."""
+        for layer in self.children():
+            assert isinstance(layer, AnyDtypeLinear)
+            layer.reset_parameters()
+
+
 def convolved(
-    tokens: Tokens, x: Tensor, projections: nn.ModuleList, taps: Tensor, name: str
+    tokens: Tokens, x: Tensor, projections: LowRank, taps: Tensor, name: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return `[B, S, C]` after two linear layers and a causal convolution over tokens, and `Projection.recent`.
 

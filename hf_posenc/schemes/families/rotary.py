@@ -24,8 +24,8 @@ class Turning(Scheme):
     freeze: Literal["short", "long"] = "short"
     _usual_theta = 10000.0
 
-    def __init__(self, geometry: Geometry, *, theta: float | None, own: Tensor | None) -> None:
-        super().__init__(geometry)
+    def __init__(self, geometry: Geometry, *, theta: float | None, own: Tensor | None, gates: int = 0) -> None:
+        super().__init__(geometry, gates=gates)
         self.require(theta is None or theta > 1, "theta", theta, "a number above 1")
         self.theta = theta
         self._own = own
@@ -138,7 +138,7 @@ class RotaryScheme(PairRotation):
         freeze: Literal["short", "long"] = "short",
     ) -> None:
         own = geometry.inv_freq if theta is None else None
-        super().__init__(geometry, theta=theta, own=own)
+        super().__init__(geometry, theta=theta, own=own, gates=int(gate))
         if rotary_dim is None:
             rotary_dim = geometry.head_dim if own is None else 2 * own.numel()
         in_pairs = 2 <= rotary_dim <= geometry.head_dim and rotary_dim % 2 == 0
@@ -154,8 +154,6 @@ class RotaryScheme(PairRotation):
             self._own = geometry.inv_freq_long
         self.rotary_dim, self.gate, self.freeze = rotary_dim, gate, freeze
         self.layout = geometry.layout if self._native else "half"
-        if gate:
-            self.gate_weight = nn.Parameter(torch.zeros(1))
 
     def frequencies(self, like: Tensor) -> Tensor:
         """Return the angle per position of each channel pair, `[rotary_dim / 2]`, in the dtype of `like`."""
