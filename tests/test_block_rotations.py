@@ -135,17 +135,17 @@ def test_the_base_is_the_generator_of_the_models_rotation(kind: str) -> None:
         torch.testing.assert_close(pretrained(name, kind).generators(), (raw - raw.mT).expand(4, -1, -1, -1))
 
 
-# -- beside the model's own rotation -----------------------------------------------------------------------------------
+# -- with the model's own rotation -------------------------------------------------------------------------------------
 
 
 @every_scheme
 def test_turning_twice_is_warned_of(name: str) -> None:
     own = {"inv_freq": torch.rand(8), "rotary_limit": 50}
-    twice, beside = (build(name, geometry(**own), init=init).cautions(native_kept=True) for init in ("native", "zero"))
+    twice, kept = (build(name, geometry(**own), init=init).cautions(native_kept=True) for init in ("native", "zero"))
     assert "beyond 50 tokens" in twice[0]
     assert "turn twice" in twice[1]
-    assert len(beside) == 1
-    assert "do not commute" in beside[0]
+    assert len(kept) == 1
+    assert "do not commute" in kept[0]
     assert not build(name, geometry(inv_freq=torch.rand(8))).cautions(native_kept=False)
 
 
