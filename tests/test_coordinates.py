@@ -326,11 +326,7 @@ def test_attend_refuses_coordinates_that_do_not_fit() -> None:
     with pytest.raises(hf_posenc.PositionError, match="Got key_coords, but no scheme here reads"):
         hf_posenc.attend(hf_posenc.build("kerple", geometry), q, q, q, **at, key_coords=torch.zeros(1, 3, 2))
     scheme = hf_posenc.build("rope2d", geometry)
-    for wrong in (
-        torch.zeros(1, 3, 3),
-        torch.zeros(1, 2, 2),
-        torch.zeros(3, 2),
-    ):
+    for wrong in (torch.zeros(1, 3, 3), torch.zeros(1, 2, 2), torch.zeros(3, 2)):
         with pytest.raises(hf_posenc.PositionError, match=r"query_coords of .* expected \[1 or 1, 3, 2\]"):
             hf_posenc.attend(scheme, q, q, q, **at, query_coords=wrong)
     two = q.expand(2, -1, -1, -1)  # of which each row has coordinates of its own, and both have one row of positions
