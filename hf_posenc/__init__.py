@@ -43,12 +43,12 @@ if TYPE_CHECKING:
     from hf_posenc.patches.plan import plan as plan
     from hf_posenc.patches.plan import verify as verify
     from hf_posenc.recipes.evaluation.measure import evaluate as evaluate
+    from hf_posenc.registry import SchemeInfo as SchemeInfo
     from hf_posenc.registry import build as build
     from hf_posenc.registry import describe as describe
+    from hf_posenc.registry import register_scheme as register_scheme
     from hf_posenc.registry import schemes as schemes
     from hf_posenc.scheme import Scheme as Scheme
-    from hf_posenc.scheme import SchemeInfo as SchemeInfo
-    from hf_posenc.scheme import register_scheme as register_scheme
 
 __version__ = "0.1.0"
 
@@ -65,8 +65,8 @@ _NAMES = {
     "patches.patch": "disabled drop_native patch set_strength unpatch",
     "patches.plan": "explain plan verify",
     "recipes.evaluation.measure": "evaluate",
-    "registry": "build describe",
-    "scheme": "Scheme SchemeInfo register_scheme",
+    "registry": "SchemeInfo build describe register_scheme",
+    "scheme": "Scheme",
 }
 _HOMES = {name: f"hf_posenc.{module}" for module, names in _NAMES.items() for name in names.split()}
 _MODULES = {"coordinates": "coordinates", "plots": "recipes.plots", "schemes": "schemes"}

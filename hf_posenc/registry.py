@@ -8,9 +8,9 @@ import pkgutil
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -18,13 +18,103 @@ from torch.overrides import TorchFunctionMode
 from hf_posenc.composition import Composite, compose
 from hf_posenc.errors import DirectionError, OptionError, UnknownSchemeError, suggest
 from hf_posenc.operands import LARGEST_COUNT, LARGEST_NUMBER, SMALLEST_NUMBER, Geometry, is_count, is_number
-from hf_posenc.scheme import SCHEMES, Direction, Scheme, SchemeInfo, option_names
+from hf_posenc.scheme import Scheme, option_names
 
 # The largest number of elements in one tensor of a scheme: 4 GiB in float32.
 _LARGEST_TENSOR = 2**30
 # The option of every scheme that none has to declare.
 _WINDOW = "window"
 _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
+
+Direction = Literal["causal", "bidirectional"]
+
+
+@dataclass(frozen=True)
+class SchemeInfo:
+    """The record of a scheme in the registry.
+
+    Attributes:
+        name: The name that `patch` takes.
+        cls: The class of the scheme.
+        paper: arXiv id, or another short reference.
+        family: `"absolute"`, `"additive"`, `"content-relative"`, `"contextual"`, `"rotary"`, or `"add-on"`: a scheme
+            without positions that others can be combined with, as in `"rope+gated_output"`.
+        directions: Directions the scheme is defined for: `"causal"` (decoders), `"bidirectional"` (encoders).
+        usual: Whether `hf-posenc compare` takes the scheme by default.
+    """
+
+    name: str
+    cls: type[Scheme]
+    paper: str
+    family: str
+    directions: tuple[Direction, ...]
+    usual: bool = False
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of the class's documentation."""
+        return (inspect.getdoc(self.cls) or "").split("\n\n")[0].replace("\n", " ")
+
+    @property
+    def start(self) -> str:
+        """The start of a model patched with the default options, in words."""
+        parts = []
+        if self.cls.reproduces is not None:
+            parts.append(f"exact on models with {self.cls.reproduces} encoding")
+        if self.cls.neutral_options is not None:
+            given = ", ".join(f"{key}={value!r}" for key, value in self.cls.neutral_options.items())
+            near = self.cls.start_tolerance is not Scheme.start_tolerance
+            parts.append(f"{'near' if near else 'exact'} with native='keep'{f' and {given}' if given else ''}")
+        return "; ".join([*parts, "otherwise a break"]) if parts else "break"
+
+    def option_defaults(self) -> dict[str, Any]:
+        """Return each option with its default."""
+        parameters = inspect.signature(self.cls.__init__).parameters
+        return {name: parameters[name].default for name in option_names(self.cls)}
+
+
+# The registered schemes by name; `hf_posenc.schemes()` has the built-in ones, too.
+_SCHEMES: dict[str, SchemeInfo] = {}
+
+
+SchemeClass = TypeVar("SchemeClass", bound=type[Scheme])
+
+
+def register_scheme(
+    name: str,
+    *,
+    paper: str,
+    family: str,
+    directions: tuple[Direction, ...] = ("causal", "bidirectional"),
+    usual: bool = False,
+) -> Callable[[SchemeClass], SchemeClass]:
+    """Class decorator that puts a `Scheme` into the registry.
+
+    Args:
+        name: The name that `patch` and `build` take; must be new.
+        paper: arXiv id of the source, or another short reference.
+        family: Family under which the scheme is listed.
+        directions: Directions the scheme is defined for.
+        usual: Whether `hf-posenc compare` takes the scheme by default; for good results after short trainings.
+
+    Raises:
+        ValueError: The name is taken, or the class is not a `Scheme`.
+    """
+
+    def decorate(cls: SchemeClass) -> SchemeClass:
+        if not (isinstance(cls, type) and issubclass(cls, Scheme)):
+            raise OptionError(f"register_scheme({name!r}): expected a subclass of hf_posenc.Scheme, got {cls!r}.")
+        known = _SCHEMES.get(name)
+        if known is not None:
+            raise OptionError(
+                f"register_scheme({name!r}): the name is taken by {known.cls.__module__}.{known.cls.__qualname__}. "
+                "Choose another name."
+            )
+        cls.name = name
+        _SCHEMES[name] = SchemeInfo(name, cls, paper, family, directions, usual)
+        return cls
+
+    return decorate
 
 
 @functools.cache
@@ -39,7 +129,7 @@ def _load_builtin() -> None:
 def schemes() -> dict[str, SchemeInfo]:
     """Return all registered schemes by name, sorted."""
     _load_builtin()
-    return dict(sorted(SCHEMES.items()))
+    return dict(sorted(_SCHEMES.items()))
 
 
 def get(name: str) -> SchemeInfo:

@@ -4,9 +4,9 @@ See `hf_posenc.operands` for the letters in shape comments.
 """
 
 import inspect
+from abc import ABCMeta
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from hf_posenc.ops import grouped_matmul, softmax_of_seen
 from hf_posenc.structures import Adaptation, Bias, Equivalent, Folded, KeyScan, Locality, Nothing, Picture
 
 Result = TypeVar("Result")
-Direction = Literal["causal", "bidirectional"]
 
 # The part of the model that each seam changes, for messages.
 _CHANGED = {
@@ -31,7 +30,7 @@ _CHANGED = {
 }
 
 
-class _Started(type):
+class _Started(ABCMeta):
     """The class of classes whose objects get the start of their parameters as soon as they are made."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -279,14 +278,10 @@ class Scheme(nn.Module, metaclass=_Started):
         return ", ".join(f"{name}={value!r}" for name, value in self.options().items())
 
 
-def _options(scheme: type[Scheme]) -> dict[str, inspect.Parameter]:
-    parameters = inspect.signature(scheme.__init__).parameters
-    return {name: p for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
-
-
 def option_names(scheme: type[Scheme]) -> tuple[str, ...]:
     """Return the names of the options of a scheme class, in order."""
-    return tuple(_options(scheme))
+    parameters = inspect.signature(scheme.__init__).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
 
 
 def draw_start(parameter: Tensor, init: str, std: float) -> None:
@@ -307,93 +302,3 @@ def set_start(parameter: Tensor, value: Tensor) -> None:
     with torch.no_grad():
         # A model that is built from nothing has no values to compute a start from; memory would stay as it was.
         parameter.copy_(torch.zeros_like(parameter) if value.is_meta else value)
-
-
-# -- registration ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SchemeInfo:
-    """The record of a scheme in the registry.
-
-    Attributes:
-        name: The name that `patch` takes.
-        cls: The class of the scheme.
-        paper: arXiv id, or another short reference.
-        family: `"absolute"`, `"additive"`, `"content-relative"`, `"contextual"`, `"rotary"`, or `"add-on"`: a scheme
-            without positions that others can be combined with, as in `"rope+gated_output"`.
-        directions: Directions the scheme is defined for: `"causal"` (decoders), `"bidirectional"` (encoders).
-        usual: Whether `hf-posenc compare` takes the scheme by default.
-    """
-
-    name: str
-    cls: type[Scheme]
-    paper: str
-    family: str
-    directions: tuple[Direction, ...]
-    usual: bool = False
-
-    @property
-    def summary(self) -> str:
-        """The first sentence of the class's documentation."""
-        return (inspect.getdoc(self.cls) or "").split("\n\n")[0].replace("\n", " ")
-
-    @property
-    def start(self) -> str:
-        """The start of a model patched with the default options, in words."""
-        parts = []
-        if self.cls.reproduces is not None:
-            parts.append(f"exact on models with {self.cls.reproduces} encoding")
-        if self.cls.neutral_options is not None:
-            given = ", ".join(f"{key}={value!r}" for key, value in self.cls.neutral_options.items())
-            near = self.cls.start_tolerance is not Scheme.start_tolerance
-            parts.append(f"{'near' if near else 'exact'} with native='keep'{f' and {given}' if given else ''}")
-        return "; ".join([*parts, "otherwise a break"]) if parts else "break"
-
-    def option_defaults(self) -> dict[str, Any]:
-        """Return each option with its default."""
-        return {name: parameter.default for name, parameter in _options(self.cls).items()}
-
-
-# The registered schemes by name; `hf_posenc.schemes()` has the built-in ones, too.
-SCHEMES: dict[str, SchemeInfo] = {}
-
-
-SchemeClass = TypeVar("SchemeClass", bound=type[Scheme])
-
-
-def register_scheme(
-    name: str,
-    *,
-    paper: str,
-    family: str,
-    directions: tuple[Direction, ...] = ("causal", "bidirectional"),
-    usual: bool = False,
-) -> Callable[[SchemeClass], SchemeClass]:
-    """Class decorator that puts a `Scheme` into the registry.
-
-    Args:
-        name: The name that `patch` and `build` take; must be new.
-        paper: arXiv id of the source, or another short reference.
-        family: Family under which the scheme is listed.
-        directions: Directions the scheme is defined for.
-        usual: Whether `hf-posenc compare` takes the scheme by default; for good results after short trainings.
-
-    Raises:
-        ValueError: The name is taken, or the class is not a `Scheme`.
-    """
-
-    def decorate(cls: SchemeClass) -> SchemeClass:
-        if not (isinstance(cls, type) and issubclass(cls, Scheme)):
-            raise OptionError(f"register_scheme({name!r}): expected a subclass of hf_posenc.Scheme, got {cls!r}.")
-        known = SCHEMES.get(name)
-        if known is not None:
-            raise OptionError(
-                f"register_scheme({name!r}): the name is taken by {known.cls.__module__}.{known.cls.__qualname__}. "
-                "Choose another name."
-            )
-        cls.name = name
-        SCHEMES[name] = SchemeInfo(name, cls, paper, family, directions, usual)
-        return cls
-
-    return decorate

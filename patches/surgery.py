@@ -20,8 +20,8 @@ from hf_posenc.errors import ArchitectureError, LayerSelectionError, NotPatchedE
 from hf_posenc.patches import record
 from hf_posenc.patches.architecture import Architecture
 from hf_posenc.patches.record import FULL, Group, Strengths
-from hf_posenc.registry import make
-from hf_posenc.scheme import Scheme, SchemeInfo
+from hf_posenc.registry import SchemeInfo, make
+from hf_posenc.scheme import Scheme
 
 # The schemes of a group: by stack, one for each layer; one that layers share is the same object for all of them.
 Schemes = Mapping[str, Mapping[int, Scheme]]

@@ -22,7 +22,8 @@ from hf_posenc.recipes import library
 from hf_posenc.recipes.evaluation.perplexity import TARGETS
 from hf_posenc.recipes.loading import auto_class, load_config, trained_length
 from hf_posenc.recipes.schema import fields
-from hf_posenc.scheme import Scheme, SchemeInfo
+from hf_posenc.registry import SchemeInfo
+from hf_posenc.scheme import Scheme
 
 # Longest windows that a goal trains on; longer texts are reached by skipping positions.
 WINDOW = 1024

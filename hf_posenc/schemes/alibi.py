@@ -5,7 +5,8 @@ from torch import Tensor
 
 from hf_posenc.operands import Geometry
 from hf_posenc.ops import placed
-from hf_posenc.scheme import register_scheme, set_start
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import set_start
 from hf_posenc.schemes.families.additive import GridBias, slopes
 from hf_posenc.structures import Adaptation
 

@@ -3,7 +3,8 @@ from torch import Tensor, nn
 
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.ops import softmax_of_seen
-from hf_posenc.scheme import Scheme, register_scheme
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Scheme
 
 
 @register_scheme("attention_sinks", paper="2508.10925", family="add-on")

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from hf_posenc.operands import Block, Geometry
-from hf_posenc.registry import get
-from hf_posenc.scheme import Scheme, register_scheme
+from hf_posenc.registry import get, register_scheme
+from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.additive import AdditiveBias
 from hf_posenc.schemes.families.layers import PairNetwork
 from hf_posenc.schemes.fire import FIRE

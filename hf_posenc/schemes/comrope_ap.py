@@ -1,6 +1,6 @@
 from torch import Tensor
 
-from hf_posenc.scheme import register_scheme
+from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.block_rotary import ComRoPE
 
 

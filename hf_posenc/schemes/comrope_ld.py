@@ -1,7 +1,7 @@
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.scheme import register_scheme
+from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.block_rotary import ComRoPE
 
 

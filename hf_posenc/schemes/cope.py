@@ -4,7 +4,8 @@ from torch.nn import functional as F
 
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops import fill_hidden_, grouped_matmul
-from hf_posenc.scheme import Scheme, register_scheme
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
 from hf_posenc.structures import Adaptation, GateCount, KeyScan, Locality, Numbers, Picture
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from hf_posenc.errors import ShapeError
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops import by_distance, grouped_matmul, placed
-from hf_posenc.scheme import Scheme, draw_start, register_scheme
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Scheme, draw_start
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
 from hf_posenc.structures import Adaptation, Bias, ContentBias, Vectors
 

@@ -1,4 +1,4 @@
-from hf_posenc.scheme import register_scheme
+from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.fire import FIRE
 
 

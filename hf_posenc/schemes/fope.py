@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from hf_posenc.operands import Geometry
 from hf_posenc.ops import placed
-from hf_posenc.scheme import register_scheme
+from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.rotary import Annealed, RotaryScheme
 from hf_posenc.structures import Equivalent
 

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
-from hf_posenc.scheme import Scheme, register_scheme, set_start
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Scheme, set_start
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
 from hf_posenc.structures import Adaptation, Bias, KeyBias, Numbers, Picture
 

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.operands import Geometry, Projection, Tokens
-from hf_posenc.scheme import register_scheme
+from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
 from hf_posenc.schemes.fox import FoX
 

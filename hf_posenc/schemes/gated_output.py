@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import ShapeError
 from hf_posenc.operands import Geometry
-from hf_posenc.scheme import Scheme, register_scheme
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
 
 

@@ -6,7 +6,8 @@ from torch.nn import functional as F
 
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops import placed
-from hf_posenc.scheme import Scheme, register_scheme
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.additive import slopes
 from hf_posenc.structures import Adaptation, Bias, Numbers, Picture
 

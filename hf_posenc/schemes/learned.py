@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PositionError
 from hf_posenc.operands import Geometry
-from hf_posenc.scheme import Scheme, register_scheme
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.additive import learned_table_start
 from hf_posenc.structures import Adaptation, Equivalent, Nothing, PositionTable
 

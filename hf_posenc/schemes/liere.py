@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.ops import rotate_halves, rotate_neighbours
-from hf_posenc.scheme import register_scheme
+from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.block_rotary import BlockRotary, Turn, rotate_blocks
 
 # The largest product of coordinate and generator for float32: the error of an exponential grows with its size.

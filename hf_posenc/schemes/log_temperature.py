@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.operands import Geometry, Projection, Tokens
-from hf_posenc.scheme import Scheme, register_scheme
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Scheme
 
 # Assumed context of a model whose config states none: that of Llama 4's original training.
 _CONTEXT = 8192

@@ -1,4 +1,5 @@
-from hf_posenc.scheme import Scheme, register_scheme
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Scheme
 
 
 @register_scheme("nope", paper="2305.19466", family="absolute", usual=True)

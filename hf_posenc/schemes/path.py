@@ -3,7 +3,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
-from hf_posenc.scheme import Scheme, register_scheme
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.layers import AnyDtypeLinear, LowRank, convolved
 from hf_posenc.structures import Numbers, Picture
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from hf_posenc.operands import Geometry
 from hf_posenc.ops import Layout
-from hf_posenc.scheme import register_scheme
+from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.rotary import RotaryScheme
 from hf_posenc.structures import Adaptation, Rotation
 

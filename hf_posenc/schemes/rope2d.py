@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from hf_posenc.operands import Geometry, coordinates_of
 from hf_posenc.ops import Layout
-from hf_posenc.scheme import register_scheme, set_start
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import set_start
 from hf_posenc.schemes.families.rotary import PairRotation
 from hf_posenc.structures import Rotation
 

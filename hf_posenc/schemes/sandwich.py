@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.operands import Geometry
-from hf_posenc.scheme import register_scheme
+from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.additive import DistanceBias
 from hf_posenc.structures import Adaptation
 

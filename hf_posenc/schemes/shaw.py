@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.ops import by_distance, sums_by_distance
-from hf_posenc.scheme import Scheme, draw_start, register_scheme
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Scheme, draw_start
 from hf_posenc.structures import Adaptation, Locality
 
 

@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import ExportError
 from hf_posenc.operands import Geometry, coordinates_of
-from hf_posenc.scheme import Scheme, register_scheme
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Adaptation, Equivalent, Nothing, PositionTable
 
 

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.operands import Geometry, NativeTable
-from hf_posenc.scheme import draw_start, register_scheme, set_start
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import draw_start, set_start
 from hf_posenc.schemes.families.additive import Buckets, GridBias, LearnedTable
 
 

@@ -6,7 +6,8 @@ from torch.nn import functional as F
 
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops import grouped_matmul, turn_pairs
-from hf_posenc.scheme import draw_start, register_scheme
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import draw_start
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
 from hf_posenc.schemes.families.rotary import RotaryScheme
 from hf_posenc.structures import Equivalent, Folded

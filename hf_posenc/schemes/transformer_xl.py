@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from hf_posenc.operands import Block, Geometry, Positions, Projection, Tokens
 from hf_posenc.ops import by_distance, grouped_matmul
-from hf_posenc.scheme import Scheme, draw_start, register_scheme
+from hf_posenc.registry import register_scheme
+from hf_posenc.scheme import Scheme, draw_start
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
 from hf_posenc.structures import Adaptation, Bias, ContentBias, Vectors
 

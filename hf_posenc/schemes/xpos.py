@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.ops import Layout, grouped_matmul
-from hf_posenc.scheme import register_scheme
+from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.rotary import Annealed, RotaryScheme
 from hf_posenc.structures import Adaptation, Equivalent, Folded
 

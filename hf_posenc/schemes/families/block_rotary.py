@@ -14,8 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_posenc.errors import ExportError, OptionError
 from hf_posenc.operands import Geometry, Projection, Tokens
-from hf_posenc.ops import placed, transformed
-from hf_posenc.ops.rotations import Layout, rotate_halves
+from hf_posenc.ops import Layout, placed, rotate_halves, transformed
 from hf_posenc.schemes.families.rotary import Turning
 from hf_posenc.structures import Rotation
 
