@@ -339,6 +339,8 @@ class Adaptation:
         encoder: Options for encoders.
         rate: Factor of the learning rate of the scheme's weights in an attention transfer. Numbers that are added to
             logits have far to go; weights that read hidden states have not.
+        rate_width: Hidden size beyond which the rate falls in proportion, in every training; `None` is no fall. For
+            matrices whose inputs hardly differ from token to token: each step of Adam moves all products alike.
     """
 
     native: Literal["remove", "keep", "handover"] = "remove"
@@ -350,3 +352,4 @@ class Adaptation:
     symmetric: bool = False
     encoder: Mapping[str, Any] = field(default_factory=dict)
     rate: float = 1.0
+    rate_width: int | None = None

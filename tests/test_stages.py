@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import DIRECTORIES, checkpoint, stock, text_file, tokens
 from test_run import Stop, stop_after, weights
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import hf_posenc
@@ -227,6 +228,25 @@ def test_the_rate_of_a_transfer_is_that_of_its_slowest_scheme() -> None:
     table, gates = ("t5", [0]), ("fox", [1])
     assert [scheme_rate("transfer", *some) for some in ([table], [gates], [table, gates])] == [40, 5, 5]
     assert scheme_rate("training", table) == 5
+
+
+def test_rates_of_projected_distances_fall_with_the_width() -> None:
+    found = {}
+    for width in (64, 256):
+        config = LlamaConfig(
+            vocab_size=32, hidden_size=width, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4
+        )
+        model = LlamaForCausalLM(config)
+        plain, projected = (
+            hf_posenc.patch(copy.deepcopy(model), scheme, native="remove") for scheme in ("fox", "transformer_xl")
+        )
+        found[width] = [
+            (rates(projected, stage).scheme / rates(projected, stage).model)
+            / (rates(plain, stage).scheme / rates(plain, stage).model)
+            for stage in ("transfer", "training")
+        ]
+    assert found[64] == pytest.approx([1, 1])
+    assert found[256] == pytest.approx([1 / 4, 1 / 4])
 
 
 def test_what_a_transfer_cannot_do(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ class TransformerXL(Scheme):
     """
 
     neutral_options = {"init": "zero"}
-    adaptation = Adaptation(native="handover", elsewhere="handover")
+    adaptation = Adaptation(native="handover", elsewhere="handover", rate_width=64)
     reads_keys = True
 
     def __init__(

@@ -43,7 +43,8 @@ def rates(model: nn.Module, stage: Name, tokens: int | None = None) -> Rates:
 
     While attention alone is fitted, schemes have a factor of their own, `Adaptation.rate`. Otherwise rates fall with
     the square root of the tokens of a step where they are few: wholly from 135 million parameters on, not at half a
-    million, between them with the logarithm of the size. Without `tokens`, a step counts as large.
+    million, between them with the logarithm of the size. Without `tokens`, a step counts as large. In every stage, the
+    rates of some schemes fall with the width of the model, `Adaptation.rate_width`.
     """
     found, power = _RATES[stage]
     size = sum(parameter.numel() for parameter in model.parameters())
@@ -52,8 +53,17 @@ def rates(model: nn.Module, stage: Name, tokens: int | None = None) -> Rates:
     if tokens is not None and not of_attention:
         share = math.log(max(1.0, size / _SIZE)) / math.log(_NOISY / _SIZE)
         factor *= min(1.0, tokens / _TOKENS) ** (0.5 * min(1.0, share))
-    own = [module.adaptation.rate for module in model.modules() if isinstance(module, Scheme)] if of_attention else []
+    own = [
+        (scheme.adaptation.rate if of_attention else 1.0) * _share_of_width(scheme)
+        for scheme in model.modules()
+        if isinstance(scheme, Scheme)
+    ]
     return Rates(found.model * factor, found.scheme * factor * min(own, default=1.0))
+
+
+def _share_of_width(scheme: Scheme) -> float:
+    width = scheme.adaptation.rate_width
+    return 1.0 if width is None else min(1.0, width / scheme.geometry.hidden_size)
 
 
 def with_rates(training: Training, model: nn.Module, stage: Name = "training") -> Training:
