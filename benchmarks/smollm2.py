@@ -58,6 +58,7 @@ CONVERSIONS: dict[str, tuple[str, list[str]]] = {
     "fox": ("swap", ["scheme=fox", *REMOVED]),
     "alibi": ("swap", ["scheme=alibi", *REPLACED]),
     "cope": ("swap", ["scheme=cope", *REMOVED]),
+    "transformer_xl": ("swap", ["scheme=transformer_xl", *REMOVED]),
     "stick_breaking": ("swap", ["scheme=stick_breaking", *REPLACED]),
     "nope": ("swap", ["scheme=nope", *REPLACED]),
 }
@@ -283,10 +284,9 @@ def publish(found: dict[str, Any], arguments: argparse.Namespace) -> None:
     if courses:
         name = NATIVE if CONTROL not in found else CONTROL
         panel = Panel(
-            lines={one: [at for at in line if at[0]] for one, line in courses.items()},
+            lines={one: [(at, found.times(100)) for at, found in line if at] for one, line in courses.items()},
             x="tokens of training",
             y=f"perplexity at {AT} tokens, in % of {name}",
-            scale=100,
             level=(100, name),
         )
         figure = lines_figure("SmolLM2-135M by training after its conversion", [panel])

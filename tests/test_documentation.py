@@ -25,7 +25,6 @@ from hf_posenc.cli import app
 from hf_posenc.patches import architecture as architectures
 from hf_posenc.patches import surgery
 from hf_posenc.recipes.data.text import builtin_text
-from hf_posenc.scheme import SCHEMES
 
 ROOT = Path(__file__).parent.parent
 # How families of schemes are called in the tables of docs/concepts.md.
@@ -139,7 +138,7 @@ def test_commands_exist_with_their_options(line: str) -> None:
 def _registry_as_before() -> Iterator[None]:
     hf_posenc.schemes()
     architectures.architectures()
-    with mock.patch.dict(SCHEMES), mock.patch.dict(architectures._ARCHITECTURES):
+    with mock.patch.dict(registry._SCHEMES), mock.patch.dict(architectures._ARCHITECTURES):
         yield
 
 
