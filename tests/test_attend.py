@@ -600,13 +600,10 @@ ELSEWHERE = {
     "block_rotations": ["comrope_ap", "comrope_ld", "liere"],
     "content_relative": ["shaw"],
     "content_rotations": ["repo", "selective_rope"],
-    "cope": ["cope"],
-    "fox": ["fox"],
-    "fox_pro": ["fox_pro"],
-    "path": ["path"],
+    "fox": ["fox", "fox_pro"],
     "rotary_family": ["fope", "rope2d", "xpos"],
-    "stick_breaking": ["stick_breaking"],
     "tape": ["tape"],
+    "walks": ["cope", "path", "stick_breaking"],
 }
 
 

@@ -28,7 +28,6 @@ from hf_posenc import (
 )
 from hf_posenc.attention import executors
 from hf_posenc.operands import LARGEST_COUNT, NativeTable
-from hf_posenc.scheme import SCHEMES
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 6, 11
 
@@ -381,7 +380,7 @@ def test_geometry_is_given_by_name_and_knows_its_scale() -> None:
 @pytest.fixture
 def own_registry() -> Iterator[None]:
     schemes()
-    with mock.patch.dict(SCHEMES):
+    with mock.patch.dict(registry._SCHEMES):
         yield
 
 
