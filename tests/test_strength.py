@@ -44,6 +44,9 @@ def test_the_end_of_the_way(case: tuple[PreTrainedModel, str, str]) -> None:
     ids = tokens(architecture, 2, 21)
     hf_posenc.set_strength(model, native=0, scheme=1)
     before = logits(model, architecture, ids)
+    hf_posenc.set_strength(model, native=0, scheme=1 - 1e-6)  # still blended
+    torch.testing.assert_close(logits(model, architecture, ids), before, atol=1e-3, rtol=1e-3)
+    hf_posenc.set_strength(model, native=0, scheme=1)
     kept = copy.deepcopy(model)
     hf_posenc.drop_native(model)
     torch.testing.assert_close(logits(model, architecture, ids), before, **SAME)
