@@ -284,7 +284,7 @@ def publish(found: dict[str, Any], arguments: argparse.Namespace) -> None:
     if courses:
         name = NATIVE if CONTROL not in found else CONTROL
         panel = Panel(
-            lines={one: [(at, found.times(100)) for at, found in line if at] for one, line in courses.items()},
+            lines={one: [(at, ratio.times(100)) for at, ratio in line if at] for one, line in courses.items()},
             x="tokens of training",
             y=f"perplexity at {AT} tokens, in % of {name}",
             level=(100, name),

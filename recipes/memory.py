@@ -57,7 +57,7 @@ def need(model: nn.Module, recipe: Recipe, length: int) -> Need:
 
 
 def available(device: torch.device, count: int = 1) -> int:
-    """Return the free bytes of a device, or those of the machine, or its container, for one of some processes."""
+    """Return the free bytes of a GPU; on a CPU, the share of one process in what the machine or container has free."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free = int(psutil.virtual_memory().available)
@@ -68,9 +68,9 @@ def available(device: torch.device, count: int = 1) -> int:
 
 
 def micro_batch(training: Training, wanted: Need, free: int, count: int = 1) -> tuple[int | None, str]:
-    """Return the windows per forward of one of some processes that fit, unless the settings say them, and an estimate.
+    """Return how many windows a process can read per forward, and an estimate of the memory in words.
 
-    `None` is the whole share of the process; the estimate is in words.
+    A number in the settings is kept. `None` is the whole share of the process.
     """
     share, room = training.batch_size // count, int(_USED * free)
     micro = training.micro_batch_size

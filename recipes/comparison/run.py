@@ -230,9 +230,10 @@ def contestants(
                 raise OptionError(f"{pair!r}: {key} is the same for all schemes or each one's own: {reason}.")
     wanted = tuple(_usual(config) if schemes is None else schemes)
     names = [Path(source).stem for source in wanted]
-    if not wanted or len(set(names)) < len(names) or NATIVE in names:
+    if not wanted or len(set(names)) < len(names) or {NATIVE, ORIGINAL} & set(names):
         raise OptionError(
-            f"Got the schemes {', '.join(wanted) or 'none'}; expected different ones, none called {NATIVE!r}."
+            f"Got the schemes {', '.join(wanted) or 'none'}; expected different ones, none called {NATIVE!r} or "
+            f"{ORIGINAL!r}."
         )
     named = [f"model={model}", *overrides]
     # Not the first one named: all must stay the same when a comparison is extended.

@@ -32,6 +32,7 @@ Corruption = Callable[[Tensor], Tensor]
 Loader = Callable[[], Any]
 # Why a measure may be undefined for a kind of model.
 _UNDEFINED = {
+    AutoModelForCausalLM: "which has no encoder",
     AutoModelForMaskedLM: "a masked language model, which reads both sides of a token and writes no text",
     AutoModelForSeq2SeqLM: "whose encoder would read what is scored",
 }

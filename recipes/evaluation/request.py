@@ -34,6 +34,8 @@ from hf_posenc.recipes.runs.files import MODEL, RECIPE
 from hf_posenc.recipes.schema.recipe import Data, Recipe
 
 MEASURES = ("perplexity", "needle", "induction", "mqar", "generation")
+# Measures by default, of causal models and of others.
+_CAUSAL, _OTHER = ("perplexity", "needle", "induction", "mqar"), ("perplexity",)
 # Assumed trained length where the config gives none.
 _USUAL_LENGTH = 512
 # Characters of text on which tokenizers are compared, and documents that they come from at most.
@@ -174,7 +176,7 @@ class Request:
         own = self.trained_length or loading.trained_length(configs[0]) or _USUAL_LENGTH
         filled = replace(
             self,
-            measures=self.measures or (MEASURES[:4] if kind is AutoModelForCausalLM else MEASURES[:1]),
+            measures=self.measures or (_CAUSAL if kind is AutoModelForCausalLM else _OTHER),
             contexts=self.contexts or contexts_for(own, len(ids), windows=self.samples)[0],
             trained_length=own,
         )

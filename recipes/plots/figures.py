@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.gridspec import GridSpec
 from torch import Tensor
 
-from hf_posenc.errors import LayerSelectionError, OptionError
+from hf_posenc.errors import LayerSelectionError, OptionError, suggest
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.recipes.plots import style
 from hf_posenc.recipes.plots.pictures import Kind, all_kinds
@@ -70,7 +70,13 @@ def figures(
         WrappedModelError: The model is inside a wrapper.
     """
     known = all_kinds()
-    asked = [what] if isinstance(what, str) else [OVERVIEW, *known] if what is None else list(what)
+    every_kind = [OVERVIEW, *known]
+    asked = [what] if isinstance(what, str) else every_kind if what is None else list(what)
+    if not asked:
+        raise OptionError(f"Got no kind of picture to draw. {suggest('', every_kind)}")
+    for each in asked:
+        if each not in every_kind:
+            raise OptionError(f"There is no kind of picture {each!r}. {suggest(str(each), every_kind)}")
     if not all(isinstance(query, int) and 1 <= query <= _FARTHEST for query in queries):
         raise OptionError(
             f"queries={list(queries)!r}: expected positions of queries, each an integer from 1 to {_FARTHEST:,}."
@@ -80,9 +86,9 @@ def figures(
         parts = _chosen(every, layers, heads, tuple(queries))
         there = {each: kind for each, kind in known.items() if any(map(kind.fits, parts))}
         missing = [each for each in asked if each not in (OVERVIEW, *there)]
-        if not asked or (what is not None and missing):
+        if what is not None and missing:
             raise OptionError(
-                f"There is no picture {', '.join(map(repr, missing)) or 'without a name'} of "
+                f"There is no picture {', '.join(map(repr, missing))} of "
                 f"{', '.join(sorted({part.name for part in parts}))}. Available pictures: "
                 f"{', '.join([*there, OVERVIEW])}."
             )
@@ -125,7 +131,7 @@ def _of_kind(kind: Kind, parts: Sequence[Part], named: str, *, narrow: bool) -> 
 def _page(rows: Sequence[tuple[Kind, Part]], named: str, head: str = "") -> Figure:
     """Draw pictures below each other, at the left of a page that is as wide as the widest.
 
-    Without a head, the page is one picture, whose title it has.
+    With a head, each row has a title of its own; without one, there is one row, and its title is that of the page.
     """
     made = style.figure(1, 1, named + head)
     lines, titles, drawn = GridSpec(len(rows), 1, figure=made), [named + head], []

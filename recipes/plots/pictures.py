@@ -255,7 +255,7 @@ _OF_SCHEMES = (
 
 
 def _declared(picture: Picture) -> Kind:
-    """Return the kind of a picture that schemes declare, each its own."""
+    """Return the kind for a picture that schemes declare; schemes that share its name each draw their own."""
 
     def of(part: Part) -> Picture | None:
         return next((own for own in part.scheme.pictures if own.name == picture.name), None)

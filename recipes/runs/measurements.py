@@ -140,11 +140,10 @@ class Measuring(TrainerCallback):
             return
         means = [grid.at(context).mean for context in grid.points]
         cells = ["-" if math.isnan(mean) else f"{mean:.4g}" for mean in means]
-        rows = [(str(key) if key == NATIVE else f"step {key}", cells)]
+        rows = [(str(key) if key == NATIVE else f"step {key}", cells, "")]
         if not self._has_heading:
-            rows.insert(0, ("tokens read", [f"{context:,}" for context in grid.points]))
-        for label, row in rows:
+            rows.insert(0, ("tokens read", [f"{context:,}" for context in grid.points], "bold"))
+        for label, row, style in rows:
             line = f"{label:<{_LABEL}}" + "".join(f"{cell:>{_CELL}}" for cell in row)
-            style = "bold" if label == "tokens read" else ""
             self._console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
         self._has_heading = True

@@ -34,7 +34,8 @@ def check(recipe: Recipe, where: str) -> None:
 def _without_effect(recipe: Recipe) -> Iterator[str]:
     conversion, data, kind = recipe.conversion, recipe.data, recipe.adapter.kind
     has_scheme, distils = conversion.scheme is not None, recipe.distillation.distils
-    all_but_steps = "length skip_to batch_size micro_batch_size projections learning_rate scheme_learning_rate"
+    stages = (recipe.transfer, recipe.lengthen)
+    all_but_steps = " ".join(key.name for stage in stages for key in dataclasses.fields(stage) if key.name != "steps")
     # Section, its keys, whether they have an effect, and what they need for it.
     needs = (
         ("conversion", "options native layers window stacks fit", has_scheme, "a scheme"),

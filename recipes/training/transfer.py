@@ -181,8 +181,8 @@ class AttentionTransfer(nn.Module):
         def mean_square(index: int, values: Tensor) -> Tensor:
             return mean_of_counted(values.square().mean(-1), masks.get(self._stacks[index]))
 
-        pairs = enumerate(zip(written, wanted, strict=True))
-        errors = [mean_square(index, got.float() - there.float()) for index, (got, there) in pairs]
+        # What is written is let go one by one, before the next difference takes memory.
+        errors = [mean_square(index, written.pop(0).float() - there.float()) for index, there in enumerate(wanted)]
         sizes = [mean_square(index, there.float()).clamp_min(1e-12) for index, there in enumerate(wanted)]
         return torch.stack(errors), torch.stack(sizes)
 
