@@ -28,7 +28,12 @@ from hf_posenc.patches.architecture import architectures, auto_classes
 from hf_posenc.scheme import Scheme
 
 NAMES = ["llama", "gpt2", "t5"]
-heads = pytest.mark.parametrize(("name", "kind"), HEADS, ids=[kind.__name__ for _, kind in HEADS])
+VIT = architectures()["vit"]
+HEADS_OF_ALL = [
+    *HEADS,
+    *(("vit", kind) for kind in VIT.twins if issubclass(kind, transformers.PreTrainedModel) and kind not in VIT.parts),
+]
+heads = pytest.mark.parametrize(("name", "kind"), HEADS_OF_ALL, ids=[kind.__name__ for _, kind in HEADS_OF_ALL])
 
 
 def scheme_weights(model: Any) -> dict[str, torch.Tensor]:
@@ -75,6 +80,8 @@ def test_half_precision_leaves_schemes_in_float32(name: str, scheme: str, dtype:
     found = [load(tmp_path / "full", dtype=dtype), model.to(dtype), auto(name).from_config(model.config, dtype=dtype)]
     model.save_pretrained(tmp_path / "half")
     found += [load(tmp_path / "half", dtype=wanted) for wanted in (dtype, "auto")]
+    bodies = [transformers.AutoModel.from_pretrained(tmp_path / part, dtype=dtype) for part in ("full", "half")]
+    assert all({value.dtype for value in scheme_weights(body).values()} == {torch.float32} for body in bodies)
     for other in found:
         assert next(other.parameters()).dtype == dtype
         assert scheme_weights(other)

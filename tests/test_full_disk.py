@@ -88,10 +88,14 @@ def test_what_a_full_disk_raises(write: Callable[[Path], object], reason: str | 
     with files_of_at_most(10**4), pytest.raises(Exception) as raised, storing(tmp_path / "place"):  # noqa: PT011
         write(tmp_path)
     # Who catches what a write raises catches it.
-    assert isinstance(raised.value, StorageError) is (reason is not None)
     if reason is not None:
+        assert isinstance(raised.value, StorageError)
         assert isinstance(raised.value, OSError)
         raised.match(rf"/place cannot be written: {reason}.* \([\d,.]+ MB free\)\. Make room")
+    else:
+        with pytest.raises(type(raised.value)) as plain:
+            write(tmp_path)
+        assert (type(raised.value), raised.value.args) == (type(plain.value), plain.value.args)
 
 
 @pytest.mark.parametrize("shards", ["5GB", "500KB"])

@@ -6,6 +6,8 @@ Run it with `pip install lm-eval; pytest -m slow tests/test_lm_eval.py`.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,21 @@ doc_to_choice: "{{{{choices}}}}"
 doc_to_target: 0
 target_delimiter: ""
 metric_list: [{{metric: acc}}]
+"""
+
+# What the command line does, without any import of hf_posenc: the checkpoint's own code makes it.
+WITHOUT_IMPORT = """
+import json, sys
+from pathlib import Path
+import lm_eval
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+checkpoint, tasks = sys.argv[1:]
+assert "hf_posenc" not in sys.modules
+model = HFLM(pretrained=checkpoint, device="cpu", batch_size=2, trust_remote_code=True)
+manager = TaskManager(include_path=tasks, include_defaults=False)
+found = lm_eval.simple_evaluate(model=model, tasks=["posenc_topics"], task_manager=manager, bootstrap_iters=0)
+print(json.dumps([type(model.model).__name__, [sample["resps"] for sample in found["samples"]["posenc_topics"]]]))
 """
 
 
@@ -86,8 +103,7 @@ def test_a_converted_checkpoint_runs_in_lm_eval(scheme: str, tmp_path: Path, row
 
     manager = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
     for model in (
-        # As on the command line, where nothing imports hf_posenc but the checkpoint's own code.
-        HFLM(pretrained=path, device="cpu", batch_size=2, dtype="float32", trust_remote_code=True),
+        HFLM(pretrained=path, device="cpu", batch_size=2, dtype="float32"),
         HFLM(pretrained=converted, tokenizer=tokenizer, device="cpu", batch_size=2),
     ):
         assert type(model.model).__name__ == "PosencLlamaForCausalLM"
@@ -97,3 +113,39 @@ def test_a_converted_checkpoint_runs_in_lm_eval(scheme: str, tmp_path: Path, row
             assert [float(answer[0][0]) for answer in sample["resps"]] == pytest.approx(scores, abs=1e-3)
         right = sum(max(scores) == scores[0] for scores in expected)
         assert found["results"]["posenc_topics"]["acc,none"] == pytest.approx(right / len(rows))
+
+
+@torch.no_grad()
+def test_a_converted_encoder_decoder_needs_its_backend(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    tokenizer = AutoTokenizer.from_pretrained(DIRECTORIES["t5"])
+    converted = hf_posenc.patch(stock("t5"), "alibi")
+    path = save(converted, tmp_path / "converted", tokenizer)
+    model = HFLM(pretrained=path, device="cpu", backend="seq2seq", batch_size=1, dtype="float32")
+    pairs = [(row["question"], choice) for row in rows for choice in row["choices"]]
+    asked = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
+    for (question, choice), (found, _) in zip(pairs, model.loglikelihood(asked), strict=True):
+        read, written = (tokenizer(text, return_tensors="pt")["input_ids"] for text in (question, choice))
+        likely = converted(input_ids=read, labels=written).logits.log_softmax(dim=-1)[0]
+        assert found == pytest.approx(likely.gather(1, written[0, :, None]).sum().item(), abs=1e-3)
+
+
+def test_lm_eval_needs_no_import_with_the_code_of_the_checkpoint(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    pytest.importorskip("lm_eval")
+    tokenizer = AutoTokenizer.from_pretrained(DIRECTORIES["llama"])
+    converted = hf_posenc.patch(stock("llama"), "alibi")
+    path = save(converted, tmp_path / "converted", tokenizer)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_IMPORT, path, str(tmp_path / "tasks")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    kind, answers = json.loads(done.stdout.splitlines()[-1])
+    assert kind == "PosencLlamaForCausalLM"
+    for found, scores in zip(answers, log_likelihoods(converted, tokenizer, rows), strict=True):
+        assert [float(answer[0][0]) for answer in found] == pytest.approx(scores, abs=1e-3)

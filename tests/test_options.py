@@ -365,7 +365,7 @@ def test_geometry_is_given_by_name_and_knows_its_scale() -> None:
     with pytest.raises(TypeError, match="positional"):
         Geometry(4, 2, 16, 64)
     assert geometry(head_dim=16).scale == 0.25
-    for heads in (2, 3):
+    for heads in (2, 6):
         with refused(OptionError, f"Geometry(heads={heads}, kv_heads=4): heads must be a multiple of kv_heads."):
             geometry(heads=heads, kv_heads=4)
     with torch.device("meta"):

@@ -213,7 +213,9 @@ def test_fope_annealing_ends_at_the_whole_scheme_and_is_saved() -> None:
 
 def test_fope_pairs_without_frequency_pass() -> None:
     scheme = fope(sigma=0.3, clip=True, max_length=100)
-    assert not scheme.starts_exact(native_kept=False)
+    for options in ({"sigma": 0.3}, {"clip": True, "max_length": 100}, {"init": "zero"}):
+        assert not fope(**options).starts_exact(native_kept=False)
+    assert fope(clip=True, max_length=10**6).starts_exact(native_kept=False)
     kept = int((2 * math.pi / 100 <= FREQUENCIES).sum())
     assert scheme.sin_coef.shape == (2, kept, kept)
     q, k = random_qk(kv_heads=2)

@@ -151,6 +151,27 @@ def test_the_table_fades() -> None:
     assert states(model, images(*WIDE)).shape[1] == 41
 
 
+def test_layers_compose() -> None:
+    model = hf_posenc.patch(make(), "alibi", layers=[0])
+    hf_posenc.patch(model, "rope", layers=[1])
+    assert {group[:2] for group in hf_posenc.verify(model).groups} == {("alibi", "remove"), ("rope", "remove")}
+    warnings = hf_posenc.plan(make(), "alibi", layers=[0]).warnings
+    assert any("leaves the 1 layers that are not patched without positions" in text for text in warnings)
+
+
+def test_adapters_carry_schemes_of_images(tmp_path: Path) -> None:
+    from peft import PeftModel, get_peft_model
+
+    model = get_peft_model(patched("fire"), hf_posenc.PosencLoraConfig(target_modules=["q_proj", "v_proj"], r=2))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+        before = model(images()).logits
+        model.save_pretrained(tmp_path)
+        assert torch.equal(PeftModel.from_pretrained(make(), tmp_path)(images()).logits, before)
+
+
 def test_absolute_schemes_hand_over() -> None:
     """What is added to the embeddings of patches is at part of its strength too, and is dropped out with them."""
     model = hf_posenc.patch(make(hidden_dropout_prob=0.5), "sinusoidal", native="keep", gate=False, scale=1.0)

@@ -109,7 +109,7 @@ def call(model: PreTrainedModel, tokens: Tensor | None = None) -> dict[str, Tens
         return {"input_ids": tokens.view(2, 2, -1), "mc_token_ids": torch.tensor([[3, 5], [7, 2]])}
     if name.endswith("MultipleChoice"):
         return {"input_ids": tokens.view(2, 2, -1)}
-    if name.lstrip("UM") in ("T5Model", "T5ForConditionalGeneration", "T5ForQuestionAnswering"):
+    if name.removeprefix("U").removeprefix("M") in ("T5Model", "T5ForConditionalGeneration", "T5ForQuestionAnswering"):
         return {"input_ids": tokens, "decoder_input_ids": tokens.flip(1)}
     return {"input_ids": tokens}
 
