@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextvars import ContextVar
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from safetensors import safe_open
@@ -195,16 +195,13 @@ def check_index(folder: Path, variant: str | None) -> None:
     if not index.is_file():
         return
     if weights.is_file():
-        # transformers would take those of the file, old or new.
-        raise CheckpointError(
-            f"{folder} holds two checkpoints: {weights.name}, and the shards of {index.name}. Remove the older one, or "
-            "save the model again."
-        )
+        _refuse_two(weights, index)
     with reading(str(index), advice=DAMAGED):
         content = json.loads(index.read_bytes())
-        shards = [str(Path(name)) for name in content["weight_map"].values()]
-        if not isinstance(content["metadata"], dict) or not shards:
+        named, metadata = content["weight_map"], content["metadata"]
+        if not (isinstance(named, dict) and named and isinstance(metadata, dict)):
             raise ValueError("no file of any tensor")
+        shards = [str(Path(name)) for name in named.values()]
     for name in shards:
         if ".." in PurePosixPath(name.replace("\\", "/")).parts or PureWindowsPath(name).anchor:
             raise CheckpointError(
@@ -212,11 +209,24 @@ def check_index(folder: Path, variant: str | None) -> None:
             )
 
 
+def _refuse_two(weights: Path, index: Path) -> NoReturn:
+    """Raise for weights in a file and in shards, too: transformers would take those of the file, old or new."""
+    raise CheckpointError(
+        f"{weights.parent} holds two checkpoints: {weights.name}, and the shards of {index.name}. Remove the older "
+        "one, or save the model again."
+    )
+
+
 def read_header(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Return the metadata of a safetensors file and its tensors, without values, by name, from its header alone."""
     with safe_open(path, framework="pt") as file:
         parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        kinds = {name: str_to_torch_dtype[part.get_dtype()] for name, part in parts.items()}
+        # Of types that transformers does not list, only the kind of number counts here.
+        named = {name: part.get_dtype() for name, part in parts.items()}
+        kinds = {
+            name: str_to_torch_dtype.get(kind, torch.float32 if kind.startswith("F") else torch.uint8)
+            for name, kind in named.items()
+        }
         tensors = {n: torch.empty(part.get_shape(), dtype=kinds[n], device="meta") for n, part in parts.items()}
         return dict(file.metadata() or {}), tensors
 
@@ -262,6 +272,11 @@ def check_stored(model: Any, state_dict: Any, files: Sequence[str] | None, load_
         )
     if not files and not state_dict:
         return  # That asks for a freshly initialised model.
+    if files:  # of a name on the hub, too, whose folder is known only now
+        weights, of = Path(files[0]), variant(Path(files[0]).name)
+        index = weights.with_name(f"model.safetensors.index{of}.json")
+        if of is not None and "-of-" not in weights.name and index.is_file():
+            _refuse_two(weights, index)
     stored = _read_headers(files, model.config) if files else state_dict
     wanted = model.state_dict(keep_vars=True)
     targets = {name: _target(name, model, wanted, mapping) for name in stored}

@@ -336,7 +336,8 @@ def attach_recorded(architecture: Architecture, model: nn.Module, *, is_new: boo
     built = []
     for group in groups:
         for name, layer in sorted(group.places()):
-            if layer >= counts[name] if name in bodies else name not in architecture.other_stacks:
+            is_there = layer < counts[name] if name in bodies else name in architecture.other_stacks
+            if not is_there:
                 raise CheckpointError(
                     f"config.json gives the scheme {group.scheme!r} to layer {layer} of the {name}, and the model has "
                     f"these numbers of layers: {counts}. Restore config.json, or convert the model again."

@@ -236,8 +236,9 @@ def settle_layers(architecture: Architecture, model: nn.Module) -> None:
     for module in model.modules():
         unsplit = set(getattr(module, "_no_split_modules", None) or ())
         concerned = set().union(*(pair for pair in pairs if pair & unsplit and pair & there))
-        if unsplit & concerned != there & concerned:
-            vars(module)["_no_split_modules"] = unsplit - concerned | there & concerned
+        wanted = (unsplit - concerned) | (there & concerned)
+        if wanted != unsplit:
+            vars(module)["_no_split_modules"] = wanted
 
 
 def set_strengths(architecture: Architecture, model: nn.Module, strengths: Strengths) -> None:

@@ -123,9 +123,13 @@ def test_each_save_replaces_its_own_weights_only(tmp_path: Path) -> None:
     assert same(load(tmp_path, variant="fp16"), half)
     assert same(load(tmp_path), sharded)
     shutil.copy(next(tmp_path.glob("model-00001*")), tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"holds two checkpoints: model\.safetensors, and the shards"):
-        load(tmp_path)
-    assert same(load(tmp_path, variant="fp16"), half)
+    # As a copy of a repository on the hub, too.
+    snapshot = tmp_path / "hub" / "models--me--there" / "snapshots" / "main"
+    shutil.copytree(tmp_path, snapshot, ignore=shutil.ignore_patterns("hub"))
+    for place, options in ((tmp_path, {}), ("me/there", {"cache_dir": tmp_path / "hub", "local_files_only": True})):
+        with pytest.raises(CheckpointError, match=r"holds two checkpoints: model\.safetensors, and the shards"):
+            load(place, **options)
+        assert same(load(place, variant="fp16", **options), half)
 
 
 def test_checkpoints_without_a_digest_load_as_ever(tmp_path: Path) -> None:
@@ -397,6 +401,8 @@ SPOILT: list[tuple[Callable[[Path], object], str]] = [
     (spoil_index('{"weight_map": {"lm'), "index.json cannot be read ... download or save it again"),
     (spoil_index('{"metadata": {}, "weight_map": {"lm_head.weight": 5}}'), "index.json ... save it again"),
     (spoil_index('{"metadata": {}, "weight_map": {}}'), "index.json cannot be read ... no file of any tensor"),
+    (spoil_index('{"metadata": {}, "weight_map": ["x"]}'), "index.json cannot be read ... no file of any tensor"),
+    (spoil_index('{"metadata": {}, "weight_map": null}'), "index.json cannot be read ... no file of any tensor"),
     (spoil_index("[]"), "index.json cannot be read ... save it again"),
     (pickle_weights, "pytorch_model.bin is no safetensors file"),
     (take_stock_weights, "misses weights ... and 18 more ... unconverted model"),

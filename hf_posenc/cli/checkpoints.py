@@ -80,13 +80,13 @@ def _cached(name: str, file: str) -> Any:
 def say_how_to_load(out: Path, kind: str, *imports: str) -> None:
     """Print what a written checkpoint holds, and the lines of Python that load it."""
     say_wrote(out)
-    has_tokenizer, has_processor = any((out / file).is_file() for file in _TOKENIZER), (out / _PROCESSOR).is_file()
-    if not has_tokenizer and not has_processor:
+    has_tokenizer = any((out / file).is_file() for file in _TOKENIZER)
+    if not has_tokenizer and not (out / _PROCESSOR).is_file():
         typer.echo("The checkpoint has no tokenizer, so none was written.")
-    lines = [
-        *imports,
-        f"from transformers import {kind}{', AutoTokenizer' * has_tokenizer}",
-        f'model = {kind}.from_pretrained("{out}")',
-        *[f'tokenizer = AutoTokenizer.from_pretrained("{out}")'] * has_tokenizer,
-    ]
-    typer.echo("\n    ".join(("\nTo load it:\n", *lines)))
+    names = f"{kind}, AutoTokenizer" if has_tokenizer else kind
+    lines = [*imports, f"from transformers import {names}", f'model = {kind}.from_pretrained("{out}")']
+    if has_tokenizer:
+        lines.append(f'tokenizer = AutoTokenizer.from_pretrained("{out}")')
+    typer.echo("\nTo load it:\n")
+    for line in lines:
+        typer.echo(f"    {line}")

@@ -205,8 +205,16 @@ def explain(
 def export(
     directory: Converted,
     out: Out,
-    max_head_dim: Annotated[int | None, Option(min=1, help="Largest width of heads. Default: unchanged.")] = None,
-    max_positions: Annotated[int | None, Option(min=1, help="Length of a table of positions or distances.")] = None,
+    max_head_dim: Annotated[
+        int | None,
+        Option(
+            min=1, help="Largest width of heads, where layers or heads have different frequencies. Default: unchanged."
+        ),
+    ] = None,
+    max_positions: Annotated[
+        int | None,
+        Option(min=1, help="Length of the table of positions or distances, for schemes without a maximum length."),
+    ] = None,
 ) -> None:
     """Write a converted checkpoint as a stock one that needs no hf-posenc, if a stock model computes the same."""
     from hf_posenc.patches.export.stock import export_stock

@@ -12,23 +12,35 @@ from typer import Argument, Option
 from hf_posenc.cli.application import AsJson, app, is_main, quiet, resumable, say_wrote, words
 from hf_posenc.cli.checkpoints import find_tokenizer, load_model
 from hf_posenc.cli.convert import Model
-from hf_posenc.cli.train import Overrides
 from hf_posenc.patches.directories import whole_directory
 
 
 @app.command("eval")
 def evaluate(
     context: typer.Context,
-    models: Annotated[list[str], Argument(help="Models, adapters or runs; PATH:SCHEME converts first, untrained.")],
+    models: Annotated[
+        list[str],
+        Argument(
+            metavar="MODEL...",
+            help="Directories of models, adapters or runs, or names on the hub; PATH:SCHEME converts first, untrained.",
+        ),
+    ],
     out: Annotated[Path, Option(help="Folder to write; an earlier report is replaced.")] = Path("posenc-eval"),
     # A list without spaces cannot be wrapped and would be cut off in a narrow terminal.
     measures: Annotated[
         str | None, Option(help="Some of perplexity, needle, induction, mqar, generation. Default: the first four.")
     ] = None,
-    text: Annotated[str | None, Option(help="A file or folder, or builtin. Default: what the runs held out.")] = None,
+    text: Annotated[
+        str | None,
+        Option(
+            help="A .txt, .jsonl or .parquet file or folder, or builtin. Default: what the runs held out, or builtin."
+        ),
+    ] = None,
     column: Annotated[str, Option(help="Column of the text, in files with columns.")] = "text",
     contexts: Annotated[str | None, Option(help="Context lengths. Default: up to 8 times the trained length.")] = None,
-    trained_length: Annotated[int | None, Option(min=1, help="Tokens per window in training.")] = None,
+    trained_length: Annotated[
+        int | None, Option(min=1, help="Tokens per window in training. Default: from the config.")
+    ] = None,
     samples: Annotated[int, Option(min=1, help="Windows, keys, sequences or examples of each kind.")] = 16,
     batch_size: Annotated[int, Option(min=1, help="Windows or examples per forward.")] = 8,
     seed: Annotated[int, Option(min=0, max=2**32 - 1, help="Random seed of all samples.")] = 0,
@@ -72,8 +84,12 @@ def evaluate(
 def compare(
     context: typer.Context,
     model: Model,
-    overrides: Overrides = None,
-    schemes: Annotated[str | None, Option(help="Schemes, recipes or YAML files, separated by commas.")] = None,
+    overrides: Annotated[
+        list[str] | None, Argument(metavar="KEY=VALUE", help="Keys of all recipes, such as data=text.txt.")
+    ] = None,
+    schemes: Annotated[
+        str | None, Option(help="Schemes, recipes or YAML files, separated by commas. Default: the usual.")
+    ] = None,
     budget: Annotated[int, Option(min=1, metavar="STEPS", help="Optimizer steps per model.")] = 300,
     out: Annotated[Path, Option(help="Output folder. Finished runs there are reused.")] = Path("posenc-comparison"),
     measures: Annotated[str | None, Option(help="Measures besides perplexity. Default: induction, if causal.")] = None,
@@ -120,7 +136,9 @@ def plot(
     ] = None,
     out: Annotated[Path, Option(help="Folder to write; must not exist.")] = Path("pictures"),
     prompt: Annotated[str | None, Option(help="Text for pictures that need one.")] = None,
-    query: Annotated[list[int] | None, Option(help="Query position in pictures by distance; repeatable.")] = None,
+    query: Annotated[
+        list[int] | None, Option(help="Query position in pictures by distance; repeatable. Default: a selection.")
+    ] = None,
     layers: Annotated[str | None, Option(help='Layers, such as "0,5". Default: a selection.')] = None,
     heads: Annotated[str | None, Option(help='Heads, such as "0,5". Default: a selection.')] = None,
     form: Annotated[Literal["png", "svg", "pdf"], Option("--format", help="File format.")] = "png",

@@ -23,7 +23,8 @@ app.add_typer(recipes_app, name="recipes")
 
 Name = Annotated[str, Argument(metavar="RECIPE", help="swap, extend, remove, control, or a YAML file.")]
 Overrides = Annotated[
-    list[str] | None, Argument(metavar="KEY=VALUE", help="Keys of recipes, such as data=text.txt or steps=500.")
+    list[str] | None,
+    Argument(metavar="KEY=VALUE", help="Keys of the recipe, such as model=DIR, scheme=NAME or steps=500."),
 ]
 Folder = Annotated[Path, Argument(metavar="DIR", help="The folder of a run.")]
 

@@ -38,7 +38,7 @@ _DOES = {
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: whether the model's own encoding is there, what the scheme adds, and its place for messages."""
+    """One layer: geometry, whether the model's own encoding is there, what the scheme adds, and place for messages."""
 
     geometry: Geometry
     native: bool
