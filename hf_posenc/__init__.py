@@ -69,7 +69,7 @@ _NAMES = {
     "scheme": "Scheme",
 }
 _HOMES = {name: f"hf_posenc.{module}" for module, names in _NAMES.items() for name in names.split()}
-_MODULES = {"coordinates": "coordinates", "plots": "recipes.plots", "schemes": "schemes"}
+_MODULES = {"coordinates": "coordinates", "errors": "errors", "plots": "recipes.plots", "schemes": "schemes"}
 
 __all__ = sorted([*_HOMES, "schemes"])
 

@@ -68,6 +68,10 @@ class Composite(Scheme):
         """The add-ons."""
         return self.schemes()[1:]
 
+    def reset_parameters(self) -> None:
+        for part in self.schemes():
+            part.reset_parameters()
+
     def make_common(self) -> Scheme | None:
         return self.base.make_common()
 

@@ -98,12 +98,19 @@ def register_scheme(
         usual: Whether `hf-posenc compare` takes the scheme by default; for good results after short trainings.
 
     Raises:
-        ValueError: The name is taken, or the class is not a `Scheme`.
+        OptionError: The name is taken, the class is not a `Scheme`, or an option has no type.
     """
 
     def decorate(cls: SchemeClass) -> SchemeClass:
         if not (isinstance(cls, type) and issubclass(cls, Scheme)):
             raise OptionError(f"register_scheme({name!r}): expected a subclass of hf_posenc.Scheme, got {cls!r}.")
+        parameters = inspect.signature(cls.__init__).parameters
+        untyped = [option for option in option_names(cls) if parameters[option].annotation is inspect.Parameter.empty]
+        if untyped:
+            raise OptionError(
+                f"register_scheme({name!r}): the option {untyped[0]!r} has no type, by which its values are checked. "
+                "Annotate it."
+            )
         known = _SCHEMES.get(name)
         if known is not None:
             raise OptionError(
@@ -308,7 +315,7 @@ class Description:
     options: tuple[Option, ...]
 
     def __str__(self) -> str:
-        sources = re.sub(r"\b(?=\d{4}[.]\d)", "https://arxiv.org/abs/", self.info.paper)
+        sources = re.sub(r"(?<![^\s,])(?=\d{4}[.]\d)", "https://arxiv.org/abs/", self.info.paper)
         lines = [
             f"{self.info.name}: {self.text}",
             "",

@@ -31,7 +31,16 @@ _CHANGED = {
 
 
 class _Started(ABCMeta):
-    """The class of classes whose objects get the start of their parameters as soon as they are made."""
+    """Metaclass that calls `reset_parameters` on each scheme as soon as its `__init__` has returned.
+
+    It derives from `ABCMeta`, so that a scheme can also be an abstract class.
+    """
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The signature of `__init__`, for `help` and editors, which would show that of `__call__`."""
+        own = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return own.replace(parameters=[*own.parameters.values()][1:])
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__call__(*args, **kwargs)

@@ -90,7 +90,7 @@ class DistanceTable(Bias):
     Attributes:
         at: Returns the number for int64 distances `[N]` (query minus key; never negative in causal layers), `[H, N]`
             in the dtype of the second argument.
-        reach: Distance from which they no longer change, on either side; `None` if they go on changing.
+        reach: Distance from which the number no longer changes, on either side; `None` if it goes on changing.
     """
 
     at: Callable[[Tensor, torch.dtype], Tensor]

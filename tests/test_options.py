@@ -1,5 +1,6 @@
 """Every wrong option, geometry, name and operand is refused at the door, in words that say what to do."""
 
+import inspect
 import itertools
 import re
 import typing
@@ -21,6 +22,7 @@ from hf_posenc import (
     UnknownSchemeError,
     attend,
     build,
+    describe,
     operands,
     register_scheme,
     registry,
@@ -386,7 +388,9 @@ def own_registry() -> Iterator[None]:
 
 @pytest.mark.usefixtures("own_registry")
 def test_register_a_scheme_of_ones_own() -> None:
-    @register_scheme("constant", paper="none", family="additive", directions=("causal",))
+    sources = "https://arxiv.org/abs/2410.06205, 1234.5678"
+
+    @register_scheme("constant", paper=sources, family="additive", directions=("causal",))
     class Constant(Scheme):
         """A constant."""
 
@@ -400,11 +404,22 @@ def test_register_a_scheme_of_ones_own() -> None:
     info = schemes()["constant"]
     assert (info.cls, info.directions, info.summary) == (Constant, ("causal",), "A constant.")
     assert info.option_defaults() == {"value": 1.0}
+    assert list(inspect.signature(Constant).parameters) == ["geometry", "value"]
+    written = str(describe("constant"))
+    assert "source:     https://arxiv.org/abs/2410.06205, https://arxiv.org/abs/1234.5678\n" in written
+    assert "value: float = 1.0" in written
     scheme = build("constant", geometry(), value=2)
     assert scheme.options() == {"value": 2}
     assert repr(scheme) == "Constant(value=2)"
     with refused(OptionError, "constant: option value='2': expected a finite number."):
         build("constant", geometry(), value="2")
+
+    class Untyped(Scheme):
+        def __init__(self, geometry: Geometry, *, value=1.0) -> None:
+            super().__init__(geometry)
+
+    with refused(OptionError, "register_scheme('odd'): the option 'value' has no type", "Annotate it."):
+        register_scheme("odd", paper="none", family="additive")(Untyped)
     for got in (nn.Linear, Scheme(geometry()), lambda geometry: None, None):
         with refused(OptionError, "register_scheme('odd'): expected a subclass of hf_posenc.Scheme, got "):
             register_scheme("odd", paper="none", family="additive")(got)
@@ -556,7 +571,7 @@ def test_a_position_beyond_a_learned_table(last: int) -> None:
     assert torch.equal(got[0], scheme.wpe.weight[[0, 63]])
 
 
-@pytest.mark.parametrize("name", ["t5", "t5_clipped"])
+@pytest.mark.parametrize("name", ["t5", "t5_clipped", "t5+gated_output"])
 def test_a_table_has_a_start_where_the_own_table_of_the_model_has_no_values(name: str) -> None:
     # Models built from a config see such tables, on any device: two that are built with one seed are equal.
     own = NativeTable("t5", torch.zeros(32, 4, device="meta"), 128)

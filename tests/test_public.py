@@ -63,6 +63,8 @@ def test_public_names_are_pinned() -> None:
     assert all(callable(getattr(hf_posenc, name)) for name in PUBLIC)
     errors = [getattr(hf_posenc, name) for name in PUBLIC if name.endswith("Error")]
     assert all(issubclass(error, hf_posenc.PosencError) and issubclass(error, ValueError) for error in errors)
+    code = "import hf_posenc; print(hf_posenc.errors.OptionError is hf_posenc.OptionError)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True\n"
     with pytest.raises(AttributeError, match="no attribute 'patchh'"):
         hf_posenc.patchh  # noqa: B018
 

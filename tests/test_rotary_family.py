@@ -246,6 +246,8 @@ def test_fope_mixes_all_frequencies_into_every_pair() -> None:
 
 def test_fope_zero_start_has_a_constant_term_that_can_be_unlearned() -> None:
     scheme = fope(init="zero")
+    changing = build("fope", geometry(inv_freq=FREQUENCIES, rotary_limit=50), init="zero")
+    assert "beyond 50 tokens" in "".join(changing.cautions(native_kept=True))
     q, k = random_qk(kv_heads=2)
     assert torch.equal(rotated(scheme, q, k, torch.arange(9))[0], q)
     with torch.no_grad():

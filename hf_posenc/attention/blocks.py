@@ -17,8 +17,8 @@ from hf_posenc.scheme import Scheme
 Result = TypeVar("Result")
 
 # Number of logits up to which most schemes are faster in the dense form, and what it keeps for the backward pass is
-# small. At four times as many they are as fast by blocks, and CoPE and CAPE, which have several numbers per logit,
-# more than half as fast again.
+# small. At four times as many they are as fast by blocks, and schemes with several numbers per logit more than half
+# as fast again.
 _DENSE_LOGITS = 2**19
 # The logits of a block should stay in cache, with what a scheme makes of them, unless a block then has a few rows
 # only. They must never weigh on memory.

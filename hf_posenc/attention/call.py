@@ -224,7 +224,7 @@ class Executor(ABC):
         return True
 
     def computes(self, call: Call) -> bool:
-        """Whether the executor computes this call correctly, given a scheme that it knows."""
+        """Whether the executor, which knows the scheme, computes the call right, with softcap, sinks and window."""
         return True
 
     def pays(self, call: Call) -> bool:

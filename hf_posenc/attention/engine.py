@@ -50,8 +50,10 @@ def executors(scheme: Scheme, device: torch.device | None = None) -> tuple[str, 
 def choose(call: Call) -> Executor:
     """Return the executor that runs a call."""
     *others, reference = EXECUTORS
+    if call.need_weights:
+        return reference
     traced = torch.compiler.is_compiling() or transformed()
-    for executor in () if call.need_weights else others:
+    for executor in others:
         if (executor.traces or not traced) and executor.takes(call):
             return executor
     return reference

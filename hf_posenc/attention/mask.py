@@ -54,7 +54,7 @@ class Mask:
     def seen(self, positions: Positions, *, ruled: bool = True) -> tuple[Tensor | None, Tensor | None]:
         """Return the keys that each query may see, `[B|1, H|1, Q|1, K]` (`None`: all), and what is added to the logits.
 
-        Without `ruled` those are seen, too, that the rule hides.
+        With `ruled=False`, keys that only the rule hides count as seen.
         """
         keep = self.keep
         if self.window is not None:

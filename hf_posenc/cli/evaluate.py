@@ -21,7 +21,7 @@ def evaluate(
     models: Annotated[
         list[str],
         Argument(
-            metavar="MODEL...",
+            metavar="MODEL",
             help="Directories of models, adapters or runs, or names on the hub; PATH:SCHEME converts first, untrained.",
         ),
     ],

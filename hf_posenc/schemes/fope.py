@@ -70,7 +70,6 @@ class FoPE(Annealed, RotaryScheme):
         official_sin_pad: bool = False,
     ) -> None:
         super().__init__(geometry, theta=theta, rotary_dim=None, gate=False)
-        self._native = self._native and init == "native"
         self.set_annealing(anneal)
         self.init, self.sigma, self.learnable, self.clip = init, sigma, learnable, clip
         self.max_length = max_length or geometry.context
@@ -113,13 +112,14 @@ class FoPE(Annealed, RotaryScheme):
     def factors(self, positions: Tensor, coords: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         place = positions.to(dtype)[:, None, :, None]
         cos, sin = self._official_series(place) if self.official_layout else self._own_series(place)
-        return cos * self.length, sin * self.length
+        length = self.length if self.init == "native" else 1.0
+        return cos * length, sin * length
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         quiet = self.anneal or not (self.sigma or self._loses)
         if native_kept:
             return self.init == "zero" and (self.anneal or not self.sigma)
-        return self._native and not self.official_layout and quiet
+        return self._native and self.init == "native" and not self.official_layout and quiet
 
     def stock_equivalent(self) -> Equivalent:
         coefficients = [self.annealed(c) for c in (self.sin_coef, self.cos_coef)]

@@ -70,7 +70,10 @@ class Learned(Scheme):
 
     def stock_equivalent(self) -> Equivalent:
         table = self.wpe.weight.detach()
-        return PositionTable(lambda rows: table[:rows], self.num_positions) if bool(table.any()) else Nothing()
+        return Nothing() if self.is_silent() else PositionTable(lambda rows: table[:rows], self.num_positions)
+
+    def is_silent(self) -> bool:
+        return not bool(self.wpe.weight.any())
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         return self.init == ("zero" if native_kept else "native")

@@ -30,10 +30,11 @@ class TaPE(RotaryScheme):
 
     where the linear maps of z act on the head axis only, with the same weights for real and imaginary part. z passes
     from layer to layer with the hidden states, in float32; the cache holds each token's z at the input of the layer, in
-    the model's dtype. The last layer updates nothing and has no parameters.
+    the model's dtype. The last layer updates nothing and has no parameters (official checkpoints hold unused ones
+    there).
 
     Parameters: `post_attention_linear` `[H, H]` and `pe.up_proj` `[P, H]` start at zero, which makes the start RoPE
-        exactly; `pe.x_proj` `[P, E]` and `pe.down_proj` `[H, P]` start at N(0, 0.02).
+    exactly; `pe.x_proj` `[P, E]` and `pe.down_proj` `[H, P]` start at N(0, 0.02).
 
     Deviations from the official code: no random offset of positions in training; grouped queries, with each key rotated
     once per query head; a cache; padding.
@@ -140,6 +141,9 @@ class TaPE(RotaryScheme):
         if self.pe is not None and all(bool(weight.any()) for weight in self.pe.parameters()):
             return super().stock_equivalent()
         return self.rotation()
+
+    def is_silent(self) -> bool:
+        return False  # later layers change the states still
 
     def starts_exact(self, *, native_kept: bool) -> bool:
         # All layers go on from the angles of the first.

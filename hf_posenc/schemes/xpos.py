@@ -92,6 +92,9 @@ class XPos(Annealed, RotaryScheme):
             return self.gate
         return self._native and self.layout == self.geometry.layout and self.anneal and not self.gate
 
+    def is_silent(self) -> bool:
+        return super().is_silent() and self.block_length is None
+
     def stock_equivalent(self) -> Equivalent:
         like = torch.zeros((), dtype=torch.float64)
         other = self.block_length is not None or bool(self._exponents(like).any())

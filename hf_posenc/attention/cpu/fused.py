@@ -53,7 +53,8 @@ class Fused(Executor):
         with torch.autocast(call.device.type, enabled=False):
             bias = _bias_of(call)
             q = bias.moved(call.q)
-        inputs, bias.inputs = bias.inputs, ()  # autograd keeps them
+        inputs = bias.inputs
+        bias.inputs = ()  # autograd keeps them
         output: Tensor = _Fused.apply(bias, call.scale, q, call.k, call.v, *inputs)  # type: ignore[no-untyped-call]
         return output, None
 

@@ -41,8 +41,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values, of a bias that has none.
 
-    Done are queries, keys, values, the output, and the logarithm of the sums. The last two may be those of a larger
-    softmax, of which these keys are a part.
+    `done` holds queries `[B, H, Q, D]`, keys and values `[B, G, K, D]`, the output `[B, H, Q, D]`, and the logarithm of
+    each row's sum of exponentials `[B, H, Q]`. The last two may be those of a larger softmax, of which these keys are a
+    part.
     """
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     *operands, lse = done

@@ -339,7 +339,9 @@ def count_gates(scan: GateCount, call: Call) -> Tensor:
 
 
 class _CountGates(torch.autograd.Function):
-    """Takes `gate_q` and `gate_k`, by which gates open, if not by `q` and `k`; and the bias `[B, H, Q, N]`."""
+    """Takes `gate_q` and `gate_k`, by which gates open, if not by `q` and `k`; and the bias at whole numbers from 0 on,
+    float32 `[B, H, Q, N]`.
+    """
 
     @staticmethod
     def forward(

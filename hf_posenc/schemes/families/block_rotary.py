@@ -197,7 +197,7 @@ def rotate_blocks(x: Tensor, rotations: Tensor, layout: Layout) -> Tensor:
 
 # -- base classes -----------------------------------------------------------------------------------------------------
 
-# The block size that LieRE's authors found best.
+# Channels in a block, where a scheme is given no other number.
 _BLOCK = 8
 
 # A rotation of queries or keys `[B, G, R, S, W]`, float32 or wider, where R query heads share a kv head.

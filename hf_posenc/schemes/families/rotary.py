@@ -13,10 +13,12 @@ from hf_posenc.structures import Rotation
 
 
 class Turning(Scheme):
-    """A scheme that turns queries and keys, with the model's own frequencies (`own`) if it takes them.
+    """A scheme that turns queries and keys, with the model's own frequencies if it takes them.
 
     Args:
         theta: Ratio of the wavelengths; `None` uses the model's own frequencies, else 10,000.
+        own: The model's own frequencies `[M]`; `None` computes them from `theta`.
+        gates: Number of learned factors for `gated`.
     """
 
     reproduces = "rotary"
@@ -29,11 +31,11 @@ class Turning(Scheme):
         self.require(theta is None or theta > 1, "theta", theta, "a number above 1")
         self.theta = theta
         self._own = own
-        # Whether the scheme starts from the model's own rotation.
+        # Whether the factor of the model's own rotation and the caution about frozen frequencies apply.
         self._native = own is not None
 
     def series(self, width: int, like: Tensor) -> Tensor:
-        """Return frequencies that fall from pair to pair, in the dtype of `like`: the model's own, or for a width."""
+        """Return the falling frequencies of the pairs, in the dtype of `like`: the model's own, else `geometric`."""
         return self.geometric(width, like) if self._own is None else placed(self._own, like.device, like.dtype)
 
     def geometric(self, width: int, like: Tensor) -> Tensor:
@@ -88,8 +90,9 @@ class ContentRotation(Turning):
     def __init__(self, geometry: Geometry, *, init: Literal["native", "zero", "official"], theta: float | None) -> None:
         own = geometry.inv_freq if theta is None else None
         # Layers of some models turn nothing. They start so, without the position, and learn to turn.
-        self._still = own is not None and not bool(own.any())
-        super().__init__(geometry, theta=theta, own=None if self._still else own)
+        still = own is not None and not bool(own.any())
+        super().__init__(geometry, theta=theta, own=None if still else own)
+        self._still = still
         self.init = init
         self._native = self._native and init == "native"
         self.pairs = geometry.head_dim // 2 if own is None else own.numel()
@@ -176,9 +179,6 @@ class RotaryScheme(PairRotation):
     def factors(self, positions: Tensor, coords: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         cos, sin = self.cos_sin(positions, dtype)
         return cos[:, None], sin[:, None]
-
-    def is_silent(self) -> bool:
-        return False  # the gate closes angles only
 
     def rotation(self) -> Rotation:
         """Return the rotation of queries and keys in a text, with the current parameters."""
