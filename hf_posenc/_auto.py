@@ -7,6 +7,7 @@ packages, and must not meet a half loaded module.
 
 import importlib
 import importlib.abc
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -27,7 +28,9 @@ class _Hook(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name.partition(".")[0] not in self.packages:
             return None
-        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        # Only those behind it: two hooks that ask each other, of two copies of this module, would never end.
+        behind = itertools.islice(itertools.dropwhile(lambda finder: finder is not self, sys.meta_path), 1, None)
+        found = (finder.find_spec(name, path, target) for finder in behind)
         spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
