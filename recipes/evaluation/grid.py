@@ -214,9 +214,9 @@ class Grid:
 def table(grids: Mapping[str, Grid], caption: str | None = None, corner: str | None = None) -> Table:
     """Return a table of one quantity with a row per model; with two axes, a row per model and point of the first axis.
 
-    The corner is the heading of the names, by default the last axis.
+    The corner is the heading of the names, by default the last axis. The table ends where no model was measured.
     """
-    first = next(iter(grids.values()))
+    first = next(iter(grids.values())).first(max(grid.measured() for grid in grids.values()))
     quantity, *outer, (axis, points) = first.quantity, *first.axes.items()
     if caption is None:
         guess = "" if quantity.guess is None else f"; guessing gives {quantity.guess * quantity.scale:.3g}"

@@ -72,7 +72,7 @@ class Results:
             "masked": first is not None and first.quantity == MASKED_PERPLEXITY,
             "targets": TARGETS,
             "windows": 0 if first is None else first.samples.shape[-1],
-            "unread": any(bool(grid.samples.isnan().any()) for grid in models.values()),
+            "unread": len({grid.measured() for grid in models.values()}) > 1,
             "losses": [loss for _, loss in self.losses()],
             "pace": self.pace,
             "verdict": self.verdict,
