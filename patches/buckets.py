@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import ArchitectureError
 from hf_posenc.operands import Block, Geometry, NativeTable
 from hf_posenc.patches.architecture import embedding_rms, weight_of
-from hf_posenc.patches.cache import self_attention
+from hf_posenc.patches.cache import cache_of, self_attention
 from hf_posenc.patches.context import Context, same_sequence, sequences
 from hf_posenc.patches.family import Family, classes_of, register_family
 from hf_posenc.patches.seams import CONTEXT, COORDS, LayerCall, PosencAttention, PosencBody, tokens_in
@@ -31,7 +31,7 @@ class BucketAttention(PosencAttention):
     """Mixin of patched attentions."""
 
     def attend(self, context: Context, hidden: Tensor, call: dict[str, Any]) -> tuple[Tensor | None, ...]:
-        cache, length = call.get("past_key_values"), hidden.shape[1]
+        cache, length = cache_of(call), hidden.shape[1]
         seen = tokens_in(cache)
         if self.has_relative_attention_bias:
             context = with_native_score(context, self)

@@ -27,6 +27,8 @@ from hf_posenc.errors import CacheError
 
 # Every state tensor has the batch first and the tokens second: [B, K, ...].
 _TOKENS = 1
+# Names of the cache among arguments and outputs: that of transformers 5.24, then that of older ones and of older code.
+NAMES = ("cache", "past_key_values")
 # The name of the state that all patched layers have.
 POSITIONS = "positions"
 
@@ -58,6 +60,18 @@ class _TokenState(CacheLayerMixin):
                 new = torch.cat([old.to(new.device), new], dim=_TOKENS)
             # A copy, or the view would keep all of a long prompt's tokens alive.
             self.recent_state[name] = _last(new, history).clone().to(self.keys.device)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        removed = abs(tokens_to_remove)
+        known = min((tensor.shape[_TOKENS] for tensor in self.recent_state.values()), default=removed + 1)
+        if known <= removed < self.get_seq_length():
+            raise CacheError(
+                f"Cannot take {removed} tokens back from a cache that remembers what the scheme needs of the last "
+                f"{known} only. Give the scheme a longer shift_history, or start again with an empty cache."
+            )
+        # Static layers have it from transformers 5.24 on. There, what stands in free slots is written over.
+        super().crop(tokens_to_remove)
+        self.recent_state = {name: tensor[:, : max(0, known - removed)] for name, tensor in self.recent_state.items()}
 
     def offload(self) -> None:
         super().offload()
@@ -94,17 +108,11 @@ class PosencDynamicLayer(_TokenState, DynamicLayer):
         self.token_state, self.recent_state = {}, {}
 
     def crop(self, tokens_to_remove: int) -> None:
-        removed = abs(tokens_to_remove)
-        known = min((tensor.shape[_TOKENS] for tensor in self.recent_state.values()), default=removed + 1)
-        if known <= removed < self.get_seq_length():
-            raise CacheError(
-                f"Cannot take {removed} tokens back from a cache that remembers what the scheme needs of the last "
-                f"{known} only. Give the scheme a longer shift_history, or start again with an empty cache."
-            )
         super().crop(tokens_to_remove)
         kept = self.keys.shape[-2] if self.is_initialized else 0
-        self._map_state(lambda tensor: tensor[:, : max(0, tensor.shape[_TOKENS] - removed)])
-        self.token_state = {name: _last(tensor, kept) for name, tensor in self.token_state.items()}
+        for name, tensor in self.token_state.items():
+            left = max(0, tensor.shape[_TOKENS] - abs(tokens_to_remove))
+            self.token_state[name] = _last(tensor[:, :left], kept)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
@@ -179,6 +187,11 @@ _WITH_STATE: dict[type, type] = {
 def _last(tensor: Tensor, count: int) -> Tensor:
     """Return the state of the last tokens; of all if they are no more."""
     return tensor[:, max(0, tensor.shape[_TOKENS] - count) :]
+
+
+def cache_of(call: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments or the outputs of a forward; `None` without one."""
+    return next((call[name] for name in NAMES if call.get(name) is not None), None)
 
 
 def self_attention(cache: Any) -> Any:

@@ -25,6 +25,7 @@ from hf_posenc.errors import (
 from hf_posenc.operands import check_coords
 from hf_posenc.patches import belonging, checkpoint, companions, record, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
+from hf_posenc.patches.cache import cache_of
 from hf_posenc.patches.context import Mixin, real_tokens, resolve_positions
 from hf_posenc.patches.directories import OutputError, storing, whole_files
 from hf_posenc.patches.seams import REAL, check_backend, tokens_in, with_signature_of
@@ -261,7 +262,7 @@ class PosencGenerator(PosencModel, Mixin):
             input_ids, *args, inputs_embeds=inputs_embeds, **kwargs
         )
         prefix = "decoder_" if self.config.is_encoder_decoder else ""
-        mask, cache = kwargs.get(f"{prefix}attention_mask"), kwargs.get("past_key_values")
+        mask, cache = kwargs.get(f"{prefix}attention_mask"), cache_of(kwargs)
         inputs = call.get("inputs_embeds") if call.get(f"{prefix}input_ids") is None else call[f"{prefix}input_ids"]
         assert inputs is not None
         (batch, length), past = inputs.shape[:2], tokens_in(cache)
@@ -299,7 +300,7 @@ class PosencGenerator(PosencModel, Mixin):
             return {"position_coords": coords}
         begin, mask = 0, kwargs.get("attention_mask")
         if mask is not None and mask.shape[1] > length:
-            begin = int(tokens_in(kwargs.get("past_key_values")))  # only new tokens were passed
+            begin = int(tokens_in(cache_of(kwargs)))  # only new tokens were passed
         return {"position_coords": coords, "continuation": begin}
 
 

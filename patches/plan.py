@@ -16,6 +16,7 @@ from hf_posenc.errors import NotPatchedError, OptionError, PositionError
 from hf_posenc.operands import is_count
 from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import Architecture, of_config, of_model
+from hf_posenc.patches.cache import NAMES, cache_of
 from hf_posenc.patches.companions import ranges
 from hf_posenc.patches.models import describe_start
 from hf_posenc.patches.patch import Layers, Preparation, Stacks, disabled, evaluating, prepare
@@ -344,7 +345,8 @@ def _choices(body: Any, example: dict[str, Any], length: int) -> list[tuple[str,
     if tokens is None or not body.is_causal_stack():
         return [(choice, None) for choice in sequence]
     with torch.no_grad():
-        cache = body(**example, use_cache=True, return_dict=True).past_key_values
+        cache = cache_of(body(**example, use_cache=True, return_dict=True))
+        name = next(name for name in NAMES if name in body.posenc_arguments)
         with attention.recorded() as step:
-            body(input_ids=tokens[:, :1], past_key_values=cache, use_cache=True)
+            body(input_ids=tokens[:, :1], use_cache=True, **{name: cache})
     return list(zip(sequence, step, strict=True))

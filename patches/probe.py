@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_posenc.errors import ArchitectureError
 from hf_posenc.operands import Geometry
 from hf_posenc.ops import Layout, turn_pairs
+from hf_posenc.patches.cache import NAMES
 from hf_posenc.patches.context import Context
 from hf_posenc.patches.rotary import native_frequencies, of_kind
 from hf_posenc.patches.seams import LayerCall, PosencAttention
@@ -33,7 +34,7 @@ from hf_posenc.patches.seams import LayerCall, PosencAttention
 _FUNCTION = "hf_posenc"
 _THEN = "posenc_then"
 # Names that stock attentions give to the cache.
-_CACHES = ("past_key_values", "layer_past")
+_CACHES = (*NAMES, "layer_past")
 
 _Then = Callable[..., tuple[Tensor, Tensor | None]]
 

@@ -343,7 +343,7 @@ class PosencBody(Switch):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = dict(zip(self.posenc_arguments, args, strict=False)) | kwargs
         if self.is_disabled():
-            token_cache.check_disabled(call.get("past_key_values"))
+            token_cache.check_disabled(token_cache.cache_of(call))
             call = {name: value for name, value in call.items() if name not in (REAL, COORDS)}
             return super().forward(**call, **{CONTEXT: Context()})  # type: ignore[misc]
         check_backend(self.config._attn_implementation)
@@ -364,7 +364,7 @@ class PosencBody(Switch):
         inputs = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
         if inputs is None or (call.get("input_ids") is not None and call.get("inputs_embeds") is not None):
             return call  # The stock forward says what is wrong.
-        cache = call.get("past_key_values")
+        cache = token_cache.cache_of(call)
         if not token_cache.is_known(cache) and any(isinstance(module, PosencAttention) for module in self.modules()):
             token_cache.check(cache)  # not of a stack that was left out
         if (

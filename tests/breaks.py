@@ -115,8 +115,8 @@ BREAKS = [
         "part is not None:\n                total[place] = part.to(total)", near="attention/blocks.py"),
     # Caches and generation.
     Break("a crop leaves the state of the tokens", "cache",
-        "self._map_state(lambda tensor: tensor[:, : max(0, tensor.shape[_TOKENS] - removed)])",
-        "pass"),
+        "left = max(0, tensor.shape[_TOKENS] - abs(tokens_to_remove))",
+        "left = tensor.shape[_TOKENS]"),
     Break("beams do not take their state with them", "matrix:beam_search",
         "self._map_state(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))",
         "pass"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import tempfile
 from collections.abc import Iterable
 from importlib.resources import files
@@ -21,6 +22,7 @@ from transformers import (
     AutoModelForMaskedImageModeling,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
+    LlamaModel,
     PreTrainedModel,
     TrainingArguments,
 )
@@ -35,6 +37,8 @@ DIRECTORIES = {
 }
 ARCHITECTURES = tuple(DIRECTORIES)
 
+# The name of a cache among arguments and outputs: that from transformers 5.24 on, and that before.
+CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 # Differences between two orders of the same float32 arithmetic, on logits of size 10.
 SAME = {"atol": 2e-4, "rtol": 1e-4}
 

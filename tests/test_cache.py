@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from models import CACHE
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig, LlamaForCausalLM, LlamaModel, StaticCache
-from transformers.cache_utils import DynamicIndexedLayer
+from transformers.cache_utils import DynamicIndexedLayer, StaticLayer
 
 import hf_posenc
 from hf_posenc import CacheError
@@ -122,6 +123,10 @@ def test_state_follows_the_keys_of_a_static_cache() -> None:
         check(target, numbers(*range(first + count)))
     target.reorder_cache(torch.tensor([1, 1]))
     check(target, numbers(*range(8), rows=(1, 1)))
+    if hasattr(StaticLayer, "crop"):
+        target.crop(-2)
+        fill(target, 50, 1)
+        check(target, [[*range(100, 106), number] for number in (50, 150)], recent=2)
     target.reset()
     # Zeros are what schemes take for no past.
     assert not any(tensor.any() for tensor in past(target, 1).values())
@@ -186,11 +191,11 @@ def small_llama(scheme: str, **options: Any) -> Any:
 def test_packed_sequences_do_not_go_on_from_a_cache_until_it_is_reset(static: bool) -> None:
     model, ids = small_llama("kerple"), torch.arange(12)[None]
     target = StaticCache(model.config, max_cache_len=12) if static else DynamicCache(config=model.config)
-    model(ids, position_ids=torch.arange(6).repeat(2)[None], past_key_values=target)
+    model(ids, position_ids=torch.arange(6).repeat(2)[None], **{CACHE: target})
     with pytest.raises(CacheError, match="holds packed sequences"):
-        model(ids[:, :1], position_ids=torch.tensor([[6]]), past_key_values=target)
+        model(ids[:, :1], position_ids=torch.tensor([[6]]), **{CACHE: target})
     target.reset()
-    found = model(ids, past_key_values=target).logits
+    found = model(ids, **{CACHE: target}).logits
     torch.testing.assert_close(found, model(ids, use_cache=False).logits)
 
 
@@ -198,14 +203,23 @@ def test_packed_sequences_do_not_go_on_from_a_cache_until_it_is_reset(static: bo
 def test_a_scheme_goes_on_after_a_crop() -> None:
     model, ids = small_llama("fox_pro", shift_history=4), torch.arange(10)[None]
     target = DynamicCache(config=model.config)
-    model(ids, past_key_values=target)
+    model(ids, **{CACHE: target})
     target.crop(-3)
-    model(ids[:, 7:], past_key_values=target)
+    model(ids[:, 7:], **{CACHE: target})
     with pytest.raises(CacheError, match="Cannot take 4 tokens back"):
         target.crop(-4)
     target.crop(-2)
-    again = model(ids[:, 8:], past_key_values=target).logits
+    again = model(ids[:, 8:], **{CACHE: target}).logits
     torch.testing.assert_close(again, model(ids, use_cache=False).logits[:, 8:])
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+@torch.no_grad()
+def test_the_name_of_older_transformers_is_known() -> None:
+    model, ids = small_llama("fire"), torch.arange(10)[None]
+    target = DynamicCache(config=model.config)
+    parts = [model(ids[:, part], past_key_values=target).logits for part in (slice(0, 6), slice(6, 10))]
+    torch.testing.assert_close(torch.cat(parts, 1), model(ids, use_cache=False).logits)
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -246,7 +260,7 @@ def test_planned_bytes_are_held_bytes(wide: LlamaModel, name: str, native: str, 
     target = DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=TOKENS)
     try:
         with torch.no_grad():
-            wide(torch.arange(TOKENS).remainder(16).expand(ROWS, -1), past_key_values=target)
+            wide(torch.arange(TOKENS).remainder(16).expand(ROWS, -1), **{CACHE: target})
     finally:
         hf_posenc.unpatch(wide)
     assert extra_bytes(target) == ROWS * (TOKENS * plan.cache_bytes_per_token + plan.cache_bytes_per_sequence)

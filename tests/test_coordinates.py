@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import SAME, inputs, loss, new_parameters, stock, tokens
+from models import CACHE, SAME, inputs, loss, new_parameters, stock, tokens
 from packaging.version import Version
 from tiny import HEADS, call, first_output, make
 from tiny import config as small
@@ -133,8 +133,8 @@ def test_chunks_with_their_own_coordinates_equal_one_forward(architecture: str) 
         once = model(ids, position_coords=coords).logits
         cache, parts = None, []
         for chunk, places in zip(ids.split((4, 2, 5), 1), coords.split((4, 2, 5), 1), strict=True):
-            output = model(chunk, position_coords=places, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+            output = model(chunk, position_coords=places, **{CACHE: cache}, use_cache=True)
+            cache = output[CACHE]
             parts.append(output.logits)
     torch.testing.assert_close(torch.cat(parts, 1), once, **SAME)
 
@@ -296,8 +296,8 @@ def test_prompts_may_be_embeddings_or_continue_a_cache(architecture: str) -> Non
     embedded = model.generate(**settings, inputs_embeds=model.get_input_embeddings()(ids))
     assert torch.equal(embedded, plain[:, -NEW:])
     with torch.no_grad():
-        cache = model(ids[:, :5], position_coords=COORDS[:, :5], use_cache=True).past_key_values
-    assert torch.equal(model.generate(ids, past_key_values=cache, **settings), plain)
+        cache = model(ids[:, :5], position_coords=COORDS[:, :5], use_cache=True)[CACHE]
+    assert torch.equal(model.generate(ids, **{CACHE: cache}, **settings), plain)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
@@ -313,8 +313,8 @@ def test_only_the_new_tokens_may_follow_a_cache_with_padding(architecture: str) 
     chunked = [{"prefill_chunk_size": 2}] if Version(transformers.__version__) >= Version("5.23") else []
     for chunks in ({}, *chunked):
         with torch.no_grad():
-            cache = model(ids[:, :6], attention_mask=mask[:, :6], position_coords=coords[:, :6]).past_key_values
-        rest = {**settings, "position_coords": coords[:, 6:], "past_key_values": cache, **chunks}
+            cache = model(ids[:, :6], attention_mask=mask[:, :6], position_coords=coords[:, :6])[CACHE]
+        rest = {**settings, "position_coords": coords[:, 6:], CACHE: cache, **chunks}
         got = model.generate(ids[:, 6:], attention_mask=mask, **rest)
         assert torch.equal(got[:, 5:], plain[:, -NEW:])
 

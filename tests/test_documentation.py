@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 import typer
-from models import DIRECTORIES, stock
+from models import CACHE, DIRECTORIES, stock
 
 import hf_posenc
 from hf_posenc import registry
@@ -165,7 +165,7 @@ def test_own_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         hf_posenc.patch(model, "kerple", native="keep")
         hf_posenc.set_strength(model, scheme=0.5, native=0.5)
         first = model(ids[:, :9], use_cache=True)
-        rest = model(ids[:, 9:], past_key_values=first.past_key_values).logits
+        rest = model(ids[:, 9:], **{CACHE: first[CACHE]}).logits
         full = model(ids, use_cache=False).logits
         torch.testing.assert_close(torch.cat([first.logits, rest], 1), full, atol=1e-5, rtol=1e-5)
         model.save_pretrained(tmp_path / "saved")

@@ -17,6 +17,7 @@ import torch
 import transformers
 from models import (
     BOTH,
+    CACHE,
     DECODERS,
     ENCODER,
     ENCODERS,
@@ -189,7 +190,7 @@ def test_gpt2_cross_attention_is_left_alone() -> None:
         assert all(type(block.crossattention) is modeling_gpt2.GPT2Attention for block in model.transformer.h)
         full = model(**run, use_cache=False).logits
         cached = model(**{**run, "input_ids": heads.ids()[:, :7]}, use_cache=True)
-        rest = model(input_ids=heads.ids()[:, 7:], encoder_hidden_states=memory, past_key_values=cached.past_key_values)
+        rest = model(input_ids=heads.ids()[:, 7:], encoder_hidden_states=memory, **{CACHE: cached[CACHE]})
     torch.testing.assert_close(torch.cat([cached.logits, rest.logits], 1), full, atol=1e-5, rtol=1e-5)
 
 
@@ -211,7 +212,7 @@ def test_rows_with_the_same_positions_share_one_bias(kind: str, monkeypatch: pyt
     ids, dynamic = tokens(4), kind == "dynamic"
     cache = DynamicCache(config=model.config) if dynamic else StaticCache(config=model.config, max_cache_len=40)
     with torch.no_grad():
-        model(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache)
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), **{CACHE: cache})
     assert seen == [1] * model.config.num_hidden_layers
 
 
@@ -264,8 +265,8 @@ def test_rope_starts_exact(name: str) -> None:
     places = torch.cat((torch.arange(13), torch.arange(16)))[None].expand(3, -1)
     same(logits(model, ids, position_ids=places), alone(stock, ids))
     with torch.no_grad():
-        cache = model(ids[:, :20], use_cache=True).past_key_values
-        steps = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(20, 29)]
+        cache = model(ids[:, :20], use_cache=True)[CACHE]
+        steps = [model(ids[:, i : i + 1], **{CACHE: cache}).logits for i in range(20, 29)]
     same(torch.cat(steps, dim=1), before[:, 20:])
     settings = {"attention_mask": mask, "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
     assert torch.equal(model.generate(ids, **settings), stock.generate(ids, **settings))
@@ -286,7 +287,7 @@ def test_a_cache_changes_nothing(name: str, scheme: str) -> None:
     for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=32)):
         found = []
         for start, stop in ((0, 6), (6, 19), (19, 20), (20, 23), (23, 29)):
-            call = {"attention_mask": mask[:, :stop], "past_key_values": cache}
+            call = {"attention_mask": mask[:, :stop], CACHE: cache}
             with torch.no_grad():
                 found.append(model(ids[:, start:stop], **call).logits)
         torch.testing.assert_close(torch.cat(found, dim=1)[mask.bool()], whole[mask.bool()], **SAME)
@@ -663,6 +664,6 @@ def test_modules_that_are_no_family_are_refused() -> None:
     for name, add in (("bart", add_encoder_decoder), ("lama", add_encoder_decoder), ("lama", add_family)):
         with pytest.raises(ArchitectureError, match=f"Cannot add the architecture '{name}'"):
             add(name, {})
-    for name in ("gptj", "jamba", "nemotron_h"):
+    for name in ("jamba", "nemotron_h"):
         with pytest.raises(ArchitectureError, match=f"Cannot add the family ('{name}'|of NemotronHConfig)"):
             add_family(name, {})

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given as cases
 from hypothesis import settings
 from hypothesis import strategies as st
-from models import moved
+from models import CACHE, moved
 from official import about, golden
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaModel, StaticCache
@@ -78,7 +78,7 @@ class OfficialLayer:
     def __call__(self, hidden: Tensor, mask: Tensor | None = None, cache: Cache | None = None) -> tuple[Tensor, Tensor]:
         """Return the output `[B, S, E]` and the weights `[B, H, S, K]` (eager only)."""
         self._results.clear()
-        call = {"attention_mask": mask, "past_key_values": cache, "use_cache": cache is not None}
+        call = {"attention_mask": mask, CACHE: cache, "use_cache": cache is not None}
         self.model(inputs_embeds=hidden.to(self.model.dtype), **call)
         output, weights = self._results[0]
         return output, weights
@@ -263,7 +263,7 @@ def inputs(rows: int = 2, length: int = LENGTH, seed: int = 0) -> Tensor:
 def run(scheme: str, hidden: Tensor, cache: Cache | None = None, **call: Any) -> Tensor:
     model = model_of(scheme)
     output: Tensor = model(
-        inputs_embeds=hidden, past_key_values=cache, use_cache=cache is not None, **call
+        inputs_embeds=hidden, **{CACHE: cache}, use_cache=cache is not None, **call
     ).last_hidden_state
     return output
 

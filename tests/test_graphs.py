@@ -9,6 +9,7 @@ import models
 import pytest
 import torch
 from grid import FIRSTS
+from models import CACHE
 from torch import Tensor, nn
 from transformers import PreTrainedModel, StaticCache
 
@@ -82,7 +83,7 @@ def test_filling_a_cache_and_going_on_is_one_graph(scheme: str) -> None:
         want = model(tokens).logits
         first = whole(tokens[:, :9])
         torch.testing.assert_close(first.logits, want[:, :9], **SAME)
-        last = whole(tokens[:, 9:], past_key_values=first.past_key_values).logits
+        last = whole(tokens[:, 9:], **{CACHE: first[CACHE]}).logits
         torch.testing.assert_close(last, want[:, 9:], **SAME)
 
 
@@ -146,9 +147,9 @@ def test_decoding_with_a_static_cache(scheme: str) -> None:
     with torch.no_grad():
         want = model(tokens).logits
         cache = StaticCache(model.config, max_cache_len=20)
-        model(tokens[:, :6], past_key_values=cache)
+        model(tokens[:, :6], **{CACHE: cache})
         steps = [
-            whole(tokens[:, at : at + 1], past_key_values=cache, position_ids=torch.full((1, 1), at)).logits
+            whole(tokens[:, at : at + 1], **{CACHE: cache}, position_ids=torch.full((1, 1), at)).logits
             for at in range(6, 16)
         ]
     torch.testing.assert_close(torch.cat(steps, dim=1), want[:, 6:], **SAME)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from models import CACHE
 
 import hf_posenc
 from hf_posenc.patches.architecture import architectures
@@ -260,22 +261,22 @@ def test_canary_transformers() -> None:
     for function, first in (
         (
             modeling_llama.LlamaAttention.forward,
-            "hidden_states position_embeddings attention_mask past_key_values kwargs",
+            f"hidden_states position_embeddings attention_mask {CACHE} kwargs",
         ),
         (
             modeling_llama.LlamaModel.forward,
-            "input_ids attention_mask position_ids past_key_values inputs_embeds use_cache",
+            f"input_ids attention_mask position_ids {CACHE} inputs_embeds use_cache",
         ),
         (modeling_llama.apply_rotary_pos_emb, "q k cos sin unsqueeze_dim"),
         (modeling_llama.LlamaRotaryEmbedding.compute_default_rope_parameters, "config kwargs"),
         (
             modeling_gpt2.GPT2Attention.forward,
-            "hidden_states past_key_values attention_mask encoder_hidden_states encoder_attention_mask "
+            f"hidden_states {CACHE} attention_mask encoder_hidden_states encoder_attention_mask "
             "output_attentions kwargs",
         ),
         (
             modeling_t5.T5Attention.forward,
-            "hidden_states mask key_value_states position_bias past_key_values kwargs",
+            f"hidden_states mask key_value_states position_bias {CACHE} kwargs",
         ),
         (modeling_t5.T5Attention.compute_bias, "query_length key_length device past_seen_tokens"),
         (masking_utils.find_packed_sequence_indices, "position_ids"),
@@ -283,7 +284,7 @@ def test_canary_transformers() -> None:
         (modeling_utils.PreTrainedModel._load_pretrained_model, "model state_dict checkpoint_files"),
     ):
         assert names(function)[: len(first.split())] == first.split()
-    gpt2 = {"input_ids", "past_key_values", "position_ids", "inputs_embeds", "kwargs"}
+    gpt2 = {"input_ids", CACHE, "position_ids", "inputs_embeds", "kwargs"}
     assert gpt2 <= set(names(modeling_gpt2.GPT2Model.forward))
     assert "kwargs" in names(modeling_t5.T5Stack.forward)
     assert {"keys", "values", "is_initialized"} <= set(vars(cache_utils.DynamicLayer()))

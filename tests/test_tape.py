@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import ARCHITECTURES, loss, moved, new_parameters, stock, tokens
+from models import ARCHITECTURES, CACHE, loss, moved, new_parameters, stock, tokens
 from official import about, golden
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaModel, T5EncoderModel
@@ -147,7 +147,7 @@ def test_cache(chunks: list[int]) -> None:
     model = official("mha_random")
     trace, cache = Trace(model), DynamicCache(config=model.config)
     for chunk in VALUES["decode_last/hidden_states"].split(chunks, dim=1):
-        out = trace.run(model, inputs_embeds=chunk, past_key_values=cache)
+        out = trace.run(model, inputs_embeds=chunk, **{CACHE: cache})
     agree(out[:, -1:], "decode_last/out_last")
     for layer in range(3):
         states = cache.layers[layer].token_state["position_states"]
