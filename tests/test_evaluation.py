@@ -317,6 +317,7 @@ def test_intervals() -> None:
         (PERPLEXITY, (5.1234, 4.9876, 5.2687), "5.12 [4.99, 5.27]"),
         (PERPLEXITY, (1234.5, 1000.0, 1500.0), "1,234 [1,000, 1,500]"),
         (PERPLEXITY, (5.1234, math.nan, math.nan), "5.123"),
+        (PERPLEXITY, (3.8e31, 8.2e30, 1.7e32), "3.8e+31 [8.2e+30, 1.7e+32]"),
         (successes("right"), (0.5, 0.28, 0.72), "50 [28, 72]"),
     ):
         assert quantity.write(intervals.Interval(*known)) == text

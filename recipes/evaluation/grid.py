@@ -92,8 +92,10 @@ class Quantity:
             return f"{found.mean:.4g}"
         # Two digits of the width, and at most three decimals.
         decimals = 3 if width == 0 else min(3, max(0, 1 - math.floor(math.log10(width)))) if width < math.inf else 0
+        # A model that computes nonsense has a perplexity of many digits.
+        form = f",.{decimals}f" if found.high < 1e7 else ".2g"
         # Adding zero turns a rounded -0.0 into 0.0.
-        mean, low, high = (f"{round(end, decimals) + 0.0:,.{decimals}f}" for end in (found.mean, *found.ends))
+        mean, low, high = (f"{round(end, decimals) + 0.0:{form}}" for end in (found.mean, *found.ends))
         return f"{mean} [{low}, {high}]"
 
     def say(self, found: Interval) -> str:
