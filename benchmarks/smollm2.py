@@ -59,6 +59,7 @@ CONVERSIONS: dict[str, tuple[str, list[str]]] = {
     "alibi": ("swap", ["scheme=alibi", *REPLACED]),
     "cope": ("swap", ["scheme=cope", *REMOVED]),
     "transformer_xl": ("swap", ["scheme=transformer_xl", *REMOVED]),
+    "disentangled": ("swap", ["scheme=disentangled", *REPLACED, "conversion.options={buckets: 64}"]),
     "stick_breaking": ("swap", ["scheme=stick_breaking", *REPLACED]),
     "nope": ("swap", ["scheme=nope", *REPLACED]),
 }

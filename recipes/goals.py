@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -202,8 +203,9 @@ class _Case:
             native = "remove"
         if not self.causal and not behind_only:
             options |= advice.encoder
+        parameters = inspect.signature(info.cls).parameters
         for option, windows in advice.windows.items():
-            options[option] = self.length * windows
+            options[option] = type(parameters[option].default)(self.length * windows)
         return {"native": native, "fit": fit, "options": options, "stacks": stacks}
 
     def _starts_exact(self, name: str, stacks: list[str] | None) -> bool:

@@ -78,6 +78,7 @@ def test_no_recipe_refuses_a_model_that_it_is_recommended_for(name: str) -> None
         ("llama", ["scheme=kerple"], ("remove", "native", {"shared": False}, None)),
         ("llama", ["scheme=fire"], ("remove", "native", {"threshold": 64.0}, None)),
         ("llama", ["scheme=fire", "length=32"], ("remove", "native", {"threshold": 16.0}, None)),
+        ("llama", ["scheme=shaw", "length=32"], ("remove", "attention", {"max_distance": 24}, None)),
         ("llama", ["scheme=fox"], ("keep", None, {"init": "horizon"}, None)),
         ("llama", ["scheme=fox", "native=remove"], ("remove", None, {}, None)),
         ("llama", ["scheme=kerple", "native=keep"], ("keep", None, {"gate": True}, None)),

@@ -91,7 +91,8 @@ class Disentangled(Scheme):
     """
 
     neutral_options = {"init": "zero"}
-    adaptation = Adaptation(native="handover", elsewhere="handover")
+    # The embedding of all far distances must occur often in training.
+    adaptation = Adaptation(native="handover", elsewhere="handover", windows={"max_distance": 0.75})
 
     def __init__(
         self,

@@ -33,7 +33,8 @@ class Shaw(Scheme):
     """
 
     neutral_options = {"init": "zero"}
-    adaptation = Adaptation(fit="attention", elsewhere="handover", windows={"max_distance": 1}, rate=8)
+    # The vectors of all far distances must occur often in training.
+    adaptation = Adaptation(fit="attention", elsewhere="handover", windows={"max_distance": 0.75}, rate=8)
 
     def __init__(
         self,
