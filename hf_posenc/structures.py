@@ -332,7 +332,7 @@ class Adaptation:
         fit: Target of a fit before training, if that is removed: `"native"`, `"attention"` or none.
         options: Options of such a start.
         elsewhere: Fate of any other native encoding, such as a table of positions.
-        windows: Options that are lengths, in training windows. They have the type of the default.
+        windows: Options that are lengths, in training windows; they are rounded to whole tokens.
         reach: Trained lengths over which positions are to be spread in training, by skipping some; 0 is a scheme that
             knows the trained positions only.
         symmetric: Whether an encoder cannot tell its two directions apart.

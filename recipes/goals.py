@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -203,9 +202,8 @@ class _Case:
             native = "remove"
         if not self.causal and not behind_only:
             options |= advice.encoder
-        parameters = inspect.signature(info.cls).parameters
         for option, windows in advice.windows.items():
-            options[option] = type(parameters[option].default)(self.length * windows)
+            options[option] = max(1, round(self.length * windows))
         return {"native": native, "fit": fit, "options": options, "stacks": stacks}
 
     def _starts_exact(self, name: str, stacks: list[str] | None) -> bool:

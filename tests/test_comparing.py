@@ -66,7 +66,7 @@ def test_all_have_one_budget_and_one_training_and_what_differs_is_told(tmp_path:
     teacher = "distillation.share=1.0, distillation.hidden=2.0, distillation.until=0.8"
     assert differences(found) == {
         NATIVE: "no scheme, no teacher",
-        "fire": f"conversion.options={{'threshold': 64.0}}, conversion.fit=native, {teacher}",
+        "fire": f"conversion.options={{'threshold': 64}}, conversion.fit=native, {teacher}",
         "cope": f"conversion.native=keep, {teacher}",
         "rope": teacher,
         "mine": "training.skip_to=512",

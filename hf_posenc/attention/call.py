@@ -224,7 +224,7 @@ class Executor(ABC):
         return True
 
     def computes(self, call: Call) -> bool:
-        """Whether the executor, which knows the scheme, computes the call right, with softcap, sinks and window."""
+        """Whether the executor computes softcap, sinks and window of a call correctly; it knows the scheme."""
         return True
 
     def pays(self, call: Call) -> bool:

@@ -65,8 +65,8 @@ class Disentangled(Scheme):
     computation is in float32 or wider, from queries and keys without the model's rotation.
 
     Parameters: `common.rel_embeddings` `[2 * span, E]`, one for the stack; `pos_key_proj` and `pos_query_proj` of each
-    layer, from E to H * D with bias. In decoders the table has the official shape too; nothing
-    reads its half for keys ahead of the query.
+    layer, from E to H * D with bias. In decoders the table has the official shape too; nothing reads its half for keys
+    ahead of the query.
 
     Deviations from the official code: by default the logits keep the model's own scale (`scale`) and shared projections
     leave out their biases (`share_bias`), since an exact start needs both; with grouped queries each head has its own
