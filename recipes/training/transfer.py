@@ -234,7 +234,8 @@ class BestLayers(TrainerCallback):
         layers = range(len(own))
         # Layers and weights of each group.
         self._groups = [([i], own[i]) for i in layers] if apart else [(list(layers), list(trained.values()))]
-        self.before = self.after = transfer.distances(batches)
+        self.before = transfer.distances(batches)
+        self.after = self.before.clone()
         self._best = [weight.detach().clone() for weight in transfer.trained]
 
     def check(self) -> None:

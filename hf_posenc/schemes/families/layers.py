@@ -138,7 +138,7 @@ class PairNetwork(nn.ModuleList):
 
     def _at_once(self, weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
         first, first_bias, second, second_bias = weights
-        hidden = F.leaky_relu(_channel_linear(first, first_bias, inputs), self.negative_slope)
+        hidden = F.leaky_relu_(_channel_linear(first, first_bias, inputs), self.negative_slope)
         output = _channel_linear(second, second_bias, [hidden])
         return sum(inputs, output) if self.residual else output
 
