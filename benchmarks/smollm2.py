@@ -56,7 +56,7 @@ CONVERSIONS: dict[str, tuple[str, list[str]]] = {
     "t5": ("swap", ["scheme=t5", *REPLACED]),
     "fire": ("swap", ["scheme=fire", *REPLACED, "training.skip_to={far}"]),
     "fox": ("swap", ["scheme=fox", *REMOVED]),
-    "alibi": ("swap", ["scheme=alibi", *REPLACED]),
+    "alibi": ("swap", ["scheme=alibi", *REPLACED, "conversion.options={learned_slopes: true, shared: false}"]),
     "cope": ("swap", ["scheme=cope", *REMOVED]),
     "transformer_xl": ("swap", ["scheme=transformer_xl", *REMOVED]),
     "disentangled": ("swap", ["scheme=disentangled", *REPLACED, "conversion.options={buckets: 64}"]),

@@ -26,7 +26,7 @@ class ALiBi(GridBias):
         shared: Use one set of learned parameters for the whole stack.
     """
 
-    adaptation = Adaptation(fit="native", options={"learned_slopes": True, "shared": False}, symmetric=True)
+    adaptation = Adaptation(fit="native", options={"learned_slopes": True, "shared": False}, symmetric=True, rate=8)
 
     def __init__(
         self, geometry: Geometry, *, learned_slopes: bool = False, gate: bool = False, shared: bool = True
