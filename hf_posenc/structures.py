@@ -301,8 +301,13 @@ class Numbers:
 
     @classmethod
     def of_state(cls, name: str, label: str, high: float | None) -> "Numbers":
-        """Return the numbers of tokens that a cache holds, `[B, K, H]`."""
-        return cls(lambda scheme, logits, q, k, block: block.state[name].transpose(1, 2), label, high=high)
+        """Return the numbers of tokens that a cache holds, `[B, K, H]`, or one for the query heads of a kv head."""
+
+        def of(scheme: object, logits: Tensor, q: Tensor, k: Tensor, block: Any) -> Tensor:
+            found: Tensor = block.state[name].transpose(1, 2)
+            return found.repeat_interleave(q.shape[1] // found.shape[1], dim=1)
+
+        return cls(of, label, high=high)
 
 
 @dataclass(frozen=True, eq=False)

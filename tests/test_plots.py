@@ -281,6 +281,13 @@ def test_gates_and_what_they_leave() -> None:
         np.testing.assert_allclose(image(drawn[2 * layer + 1]), torch.stack(left, -1), rtol=1e-4)
 
 
+def test_query_heads_show_the_numbers_of_their_kv_head() -> None:
+    model = llama("path", layers=1)
+    of_groups = 2 * scheme_of(model).bt_proj(operands(model, 0)[0])[0].sigmoid().T.detach()  # [G, S]
+    (axes,) = only(model, "strengths")[:1]
+    np.testing.assert_allclose(image(axes), of_groups.repeat_interleave(2, dim=0), rtol=1e-5)
+
+
 def test_positions_are_counted_as_cope_counts() -> None:
     model = llama("cope", layers=1, npos=4)
     scale, (_, q, k) = scheme_of(model).geometry.scale, operands(model, 0)
