@@ -40,7 +40,7 @@ ROPES = ("yarn", "dynamic", "linear", "llama3", "longrope", "base", "proportiona
 WINDOWS = "windows"
 
 # Sections on which it depends what a goal leaves out.
-_READ = ("conversion", "training", "data", "adapter")
+_READ = ("conversion", "training", "data", "adapter", "transfer")
 
 # Family of schemes that are added to another encoding.
 _ADDED = "add-on"
@@ -132,7 +132,7 @@ class _Case:
 
     def __init__(self, config: Any, content: Content, **given: Content) -> None:
         self.config, self.content = config, content
-        self.conversion, self.training, data, adapter = (given.get(name, {}) for name in _READ)
+        self.conversion, self.training, data, adapter, self.transfer = (given.get(name, {}) for name in _READ)
         self.exact = False
         # Whether only the scheme's weights are trained.
         self.alone = adapter.get("kind") == "scheme"
@@ -170,6 +170,8 @@ class _Case:
         if not self.causal or hidden < _REAL:
             return
         if conversion["native"] == "keep" or {"native", "fit"} & set(self.conversion):
+            return
+        if self.transfer.get("steps") == 0:
             return
         conversion |= {"native": "remove", "fit": None}
         self.content["distillation"] = {"share": 1.0}

@@ -20,7 +20,7 @@ import pytest
 import torch
 from models import DIRECTORIES
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig
 from typer.testing import CliRunner
 
 import hf_posenc
@@ -85,6 +85,14 @@ def test_all_have_one_budget_and_one_training_and_what_differs_is_told(tmp_path:
         with pytest.raises(RecipeError, match=said):
             entered(*given, schemes=(str(mine), "rope"))
     assert {each.training.batch_size for each in entered(*changes, schemes=(str(mine), "rope")).values()} == {16}
+
+
+def test_a_transfer_reads_no_more_than_the_budget() -> None:
+    config = LlamaConfig(hidden_size=512, num_attention_heads=8, num_hidden_layers=1, max_position_embeddings=256)
+    found = entered("training.batch_size=2", config=config)
+    # The other one starts with what the model computes.
+    assert [found[name].transfer.steps for name in ("fire", "rope")] == [7 * 2, 0]
+    assert not entered("transfer.steps=0", schemes=("fire",), config=config)["fire"].transfer.steps
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5"])
@@ -208,6 +216,9 @@ def test_what_is_said_of_other_comparisons() -> None:
     native, a = findings(NATIVE, 2.0, math.nan), findings("a", 2.0, 3.0)
     (alone,) = judge({NATIVE: native}, 128, 1024).sentences
     assert "none was trained to its end" in alone
+    lost = {NATIVE: findings(NATIVE, math.inf, math.inf), "a": findings("a", math.inf, math.inf)}
+    (alone,) = judge(lost, 128, 1024).sentences
+    assert "The native model diverged" in alone
     text = " ".join(judge({NATIVE: native, "a": a}, 128, 1024).sentences)
     assert "At 1,024 tokens a has the lowest perplexity. The perplexity of a" in text
     assert "With 1 comparison to" in text

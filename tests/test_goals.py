@@ -158,7 +158,7 @@ def test_a_model_of_real_size_begins_with_the_attention_transfer(monkeypatch: py
 
     assert size() == (500_000 // 1024, 1)
     assert size("steps=4") == (4 * 8, 1)  # as many tokens as the training
-    assert size("native=keep") == size("fit=native") == (0, None)
+    assert size("native=keep") == size("fit=native") == size("transfer.steps=0") == (0, None)
     assert read("llama", "swap", "scheme=kerple").transfer.steps == 0
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert size("steps=4") == (8, 4)  # one window for each process

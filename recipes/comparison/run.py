@@ -235,7 +235,7 @@ def contestants(
             f"Got the schemes {', '.join(wanted) or 'none'}; expected different ones, none called {NATIVE!r} or "
             f"{ORIGINAL!r}."
         )
-    named = [f"model={model}", *overrides]
+    named = [f"model={model}", f"training.steps={budget}", *overrides]
     # Not the first one named: all must stay the same when a comparison is extended.
     common = Recipe.read("swap", [f"scheme={_usual(config)[0]}", *named], config=config)
     if common.adapter.kind == "scheme":
@@ -260,8 +260,7 @@ def contestants(
             own = Recipe.read(source, named, config=config)
         else:
             # Unknown scheme names raise their own error.
-            its_own = [f"scheme={registry.get(source).name}", f"model={model}", f"training.length={length}"]
-            own = Recipe.read("swap", its_own, config=config)
+            own = Recipe.read("swap", [f"scheme={registry.get(source).name}", *named], config=config)
             # What is kept in force has nothing to transfer.
             own = replace(common, conversion=own.conversion, transfer=own.transfer)
         checks.check_unconverted(own, config)

@@ -59,11 +59,15 @@ def judge(found: Mapping[str, Findings], trained: int, farthest: int, *, is_shor
 
     After a training that `is_short`, the headline is provisional.
     """
-    if len(found) == 1:
-        return Verdict(
-            NATIVE, None, NATIVE, "No scheme is left to recommend or not: none was trained to its end.", (), ()
-        )
     native, noun = found[NATIVE], found[NATIVE].perplexity.quantity.noun
+    if len(found) == 1 or not native.perplexity.reads(trained):
+        why = "No scheme is left to recommend or not: none was trained to its end."
+        if len(found) > 1:
+            why = (
+                "The native model diverged in the same training, so schemes have nothing to be compared with. Take "
+                "lower rates: training.learning_rate, training.scheme_learning_rate."
+            )
+        return Verdict(NATIVE, None, NATIVE, why, (), ())
     near_leaders = leaders(found, trained)
     near = recommended(found, near_leaders)
     reasons = [_leading(found, near_leaders, near, trained)]
