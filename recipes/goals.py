@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,7 +142,7 @@ class _Case:
         self.causal = auto_class(config) is AutoModelForCausalLM
         self.own = self.reach = trained_length(config) or _LENGTH
         length = self.training.get("length")
-        self.length = length if isinstance(length, int) else min(self.own, WINDOW)
+        self.length = length if isinstance(length, int) and length > 0 else min(self.own, WINDOW)
         # Windows of which positions are skipped hold one long text.
         self.skips = self.causal and data.get("packing") != "documents" and "skip_to" not in self.training
 
@@ -217,7 +218,7 @@ class _Case:
 
     def extend(self, factor: Any = _FACTOR, by: Any = None) -> None:
         """Reach texts of a multiple of the trained length, by one of `ways` or a scheme, which the model may choose."""
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 1:
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 < factor < math.inf:
             raise RecipeError(f"factor is {factor!r}; expected a number above 1, such as factor=4.")
         far = int(self.own * factor)
         ways = [*self.ways, *registry.schemes()]

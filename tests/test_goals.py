@@ -160,6 +160,8 @@ def test_a_model_of_real_size_begins_with_the_attention_transfer(monkeypatch: py
     assert size("steps=4") == (4 * 8, 1)  # as many tokens as the training
     assert size("native=keep") == size("fit=native") == size("transfer.steps=0") == (0, None)
     assert read("llama", "swap", "scheme=kerple").transfer.steps == 0
+    with pytest.raises(RecipeError, match="length is 0; expected at least 2"):
+        size("length=0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert size("steps=4") == (8, 4)  # one window for each process
 
@@ -178,6 +180,7 @@ def test_extending_takes_what_the_native_encoding_has() -> None:
     assert (table.conversion.scheme, table.conversion.native, table.training.skip_to) == ("alibi", "remove", 512)
     for pairs, said in (
         (["factor=1"], "above 1"),
+        (["factor=.inf"], "above 1"),
         (["by=yarm"], "'yarn'"),
         (["factor=4", "factor=8"], "twice"),
     ):

@@ -8,6 +8,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -112,6 +113,15 @@ def test_text_reads_as_the_recipe(
     assert Recipe.read(path) == recipe
     # And other readers of YAML see the same.
     assert yaml.safe_load(recipe.text()) == dataclasses.asdict(recipe)
+
+
+def test_a_recipe_of_python_is_what_its_file_says() -> None:
+    layers: Any = (0, 1)
+    recipe = Recipe(model="x", conversion=Conversion(scheme="fire", layers=layers), training=Training(learning_rate=1))
+    assert fields.parse(recipe.text(), "") == dataclasses.asdict(recipe.checked())
+    unsaid = dataclasses.replace(recipe, conversion=Conversion(scheme="fire", options={"init_c": np.float64(1.0)}))
+    with pytest.raises(RecipeError, match="float64"):
+        unsaid.checked()
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

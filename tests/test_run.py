@@ -170,9 +170,9 @@ def test_a_recipe_that_was_changed_since_is_not_resumed(stopped: tuple[Recipe, P
     path.write_text(recipe.text().partition("evaluation:")[0], encoding="utf-8")
     with pytest.raises(RecipeError, match=r"evaluation\.contexts was \[64\] and is None"):
         run.resume(out)
-    # The recipe itself goes on, and is put back.
+    # The recipe itself goes on, also with a tuple where its file has a list, and is put back.
     path.write_text(recipe.text(), encoding="utf-8")
-    assert run.resume(out).model.is_dir()
+    assert run.train(changed(recipe, evaluation={"contexts": (64,)}), out).model.is_dir()
     assert Recipe.read(path) == recipe
 
 

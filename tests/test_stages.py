@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from models import DIRECTORIES, checkpoint, stock, text_file, tokens
 from test_run import Stop, stop_after, weights
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import hf_posenc
@@ -19,10 +22,10 @@ from hf_posenc.cli import app
 from hf_posenc.errors import OptionError, RecipeError
 from hf_posenc.recipes import memory
 from hf_posenc.recipes.runs import files, run
-from hf_posenc.recipes.schema.recipe import Recipe
+from hf_posenc.recipes.schema.recipe import Recipe, Training
 from hf_posenc.recipes.training.adapter import attach
 from hf_posenc.recipes.training.layers import layer_costs
-from hf_posenc.recipes.training.stages import Name, rates
+from hf_posenc.recipes.training.stages import Name, rates, with_rates
 from hf_posenc.recipes.training.transfer import AttentionTransfer, match
 
 pytestmark = pytest.mark.usefixtures("plain_pictures")
@@ -81,6 +84,27 @@ def test_a_transfer_without_effect_is_a_caution_also_after_a_stop(
             run.resume(tmp_path / "out") if stop else run.train(recipe, tmp_path / "out")
     run.resume(tmp_path / "out")
     assert "the start was not changed" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_stage_leaves_no_optimizer_behind_and_a_teacher_goes_when_it_has_faded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, held = run._go_on, list[Any]()
+
+    def watched(trainer: Any, checkpoint: Path | None) -> None:
+        gc.collect()
+        assert not [each for each in held if each() is not None]
+        if trainer._teacher is not None:
+            held.append(weakref.ref(trainer._teacher))
+        go_on(trainer, checkpoint)
+        gc.collect()
+        assert not [each for each in held if each() is not None]
+        held.append(weakref.ref(trainer.optimizer))
+
+    monkeypatch.setattr(run, "_go_on", watched)
+    changes = ("transfer={}", "training.steps=2", "distillation={share: 1.0, until: 0.5}")
+    run.train(recipe_of(LONG, *changes), tmp_path / "out")
+    assert len(held) == 3
 
 
 def test_the_transfer_brings_attention_nearer(whole: run.Outcome) -> None:
@@ -187,6 +211,17 @@ def test_the_cost_of_each_layer_alone(scheme: str) -> None:
         found.cheapest(99)
 
 
+def test_costs_are_those_of_a_stock_model_on_windows_that_it_did_not_learn_from() -> None:
+    model, ids = stock("llama").eval(), tokens("llama", 44, 9)
+    with torch.no_grad():
+        held_out = model(input_ids=ids[-8:], labels=ids[-8:]).loss.item()
+    assert layer_costs(model, "kerple", ids, steps=1, batch_size=11).loss == pytest.approx(held_out, abs=1e-5)
+    hf_posenc.patch(model, "fire")
+    with pytest.raises(OptionError, match="converted already"):
+        layer_costs(model, "kerple", ids, steps=1)
+    assert hf_posenc.verify(model).groups[0][0] == "fire"
+
+
 def test_the_cost_of_the_layers_of_two_stacks() -> None:
     found = layer_costs(stock("t5"), "kerple", tokens("t5", 4, 17), steps=1, batch_size=2)
     assert [each.stack for each in found.layers] == ["encoder", "encoder", "decoder", "decoder"]
@@ -216,6 +251,11 @@ def test_rates_fall_with_size() -> None:
         assert few == pytest.approx(1 if stage == "transfer" else 1 / 8)
         assert rates(large, stage, tokens=4096) == rates(large, stage)
         assert rates(small, stage, tokens=32) == rates(small, stage)
+    # A length of null is the trained one.
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config())
+    named, unnamed = (with_rates(Training(length=length, batch_size=1), model) for length in (1024, None))
+    assert replace(named, length=None) == unnamed
 
 
 def test_the_rate_of_a_transfer_is_that_of_its_slowest_scheme() -> None:
@@ -248,6 +288,14 @@ def test_rates_of_projected_distances_fall_with_the_width() -> None:
         ]
     assert found[64] == pytest.approx([1, 1])
     assert found[256] == pytest.approx([1 / 4, 1 / 4])
+
+
+def test_a_quarter_of_a_short_text_judges_the_transfer() -> None:
+    """As in a fit; the usual number of tokens would leave nothing to learn from."""
+    windows = [{"input_ids": torch.full((64,), index)} for index in range(9)]
+    for count, judged, learned in ((9, 3, 6), (2, 1, 1), (1, 1, 1)):
+        parts, others = run._set_aside(windows[:count], Training(batch_size=2))
+        assert (sum(map(len, parts)), len(others)) == (judged, learned)
 
 
 def test_what_a_transfer_cannot_do(tmp_path: Path) -> None:

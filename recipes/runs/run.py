@@ -52,6 +52,7 @@ from hf_posenc.recipes.training.adapter import attach, check_targets, keep_unpac
 from hf_posenc.recipes.training.distillation import Teacher
 from hf_posenc.recipes.training.fit_bias import fit
 from hf_posenc.recipes.training.stages import Stage, stages
+from hf_posenc.recipes.training.starts import held_out
 from hf_posenc.recipes.training.trainer import (
     AdaptationTrainer,
     adaptation_trainer,
@@ -101,8 +102,7 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, comma
         StorageError: The disk is full. Complete checkpoints are kept, and `resume` continues from the last one.
         PosencError: The conversion failed, as in `patch`.
     """
-    recipe.check()
-    recipe, together = _located(recipe), processes()
+    recipe, together = _located(recipe.checked()), processes()
     is_main = together.is_main_process
     if not is_main:
         console = None
@@ -235,6 +235,7 @@ class _Run:
                     )
 
             log: list[dict[str, Any]] = []
+            trainer: AdaptationTrainer | None = None
             for stage in plans:
                 measuring = Measuring(
                     self.measurements,
@@ -248,8 +249,10 @@ class _Run:
                     self._transfer(stage, model, data, facts, measuring)
                     continue
                 windows = texts[stage.recipe.training.length or length]
+                trainer = None  # Its optimizer is twice as large as the model.
                 trainer, pace = self._train(stage, model, windows, facts, measuring, ends=stage is plans[-1])
                 log += [{**entry, "step": entry["step"] + stage.begins} for entry in trainer.state.log_history]
+            assert trainer is not None
             if self.transferred is not None and not self.transferred["accepted"]:
                 facts = replace(facts, cautions=(*facts.cautions, self.transferred["sentence"]))
             verdict = judge(self.measurements, facts, control_of(self.folder, recipe, self.text))
@@ -378,7 +381,7 @@ class _Run:
                 callbacks=[callback, progress, checkpoints, files.STOP],
                 saves_end=not (ends or is_transfer),
             )
-            if ends:
+            if is_main:
                 # Leave the only reference to the trainer, which frees the teacher when it has faded.
                 self.teacher = None
             _go_on(trainer, files.last(folder))
@@ -521,11 +524,13 @@ def _narrow(model: Any, scheme: str | None, converted: Mapping[str, Sequence[int
 def _set_aside(windows: Any, training: Training) -> tuple[list[list[Any]], Any]:
     """Return windows that judge the transfer, in micro batches, and the others to train on."""
     first = next(iter(windows))
-    count = max(2, math.ceil(_JUDGED / len(first["input_ids"])))
-    judged = list(itertools.islice(iter(windows), count))
+    most, has_end = max(2, math.ceil(_JUDGED / len(first["input_ids"]))), hasattr(windows, "__len__")
+    count = held_out(len(windows), most=most) if has_end else most
+    # One window serves both.
+    judged = list(itertools.islice(iter(windows), max(1, count)))
     size = training.micro_batch_size or training.batch_size
     parts = [judged[start : start + size] for start in range(0, len(judged), size)]
-    others = Subset(windows, range(count, len(windows))) if hasattr(windows, "__len__") else windows.skip(count)
+    others = Subset(windows, range(count, len(windows))) if has_end else windows.skip(count)
     return parts, others
 
 

@@ -187,8 +187,15 @@ def parse(text: str, what: str) -> Any:
 
 
 def write(content: Any) -> str:
-    """Return a YAML document that `parse` and YAML 1.1 readers read alike."""
-    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    """Return a YAML document that `parse` and YAML 1.1 readers read alike; raise `RecipeError` if there is none."""
+    try:
+        return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    except yaml.representer.RepresenterError as error:
+        value = error.args[-1]
+        raise RecipeError(
+            f"A recipe has {value!r}, of type {type(value).__name__}; expected what YAML can say: text, numbers, lists "
+            "and keys with values."
+        ) from error
 
 
 class _Loader(yaml.SafeLoader):

@@ -370,12 +370,13 @@ class Recipe(Section):
         checks.check(recipe, str(source))
         return recipe
 
-    def check(self) -> None:
-        """Raise `RecipeError` as `read` does, for a recipe that was made in Python."""
+    def checked(self) -> Recipe:
+        """Return a recipe that was made in Python as its file says it; raise `RecipeError` as `read` does."""
         from hf_posenc.recipes.schema import checks
 
-        fields.build(type(self), asdict(self), where="the recipe")
-        checks.check(self, "the recipe")
+        recipe = fields.build(type(self), fields.parse(self.text(), "the recipe"), where="the recipe")
+        checks.check(recipe, "the recipe")
+        return recipe
 
     def flat(self) -> dict[str, Any]:
         """Return all values by their keys, such as `training.steps`."""

@@ -15,7 +15,7 @@ from hf_posenc.patches.patch import patch, unpatch
 from hf_posenc.patches.surgery import SHARED, is_patched
 from hf_posenc.recipes.data.collation import Corruptor
 from hf_posenc.recipes.training.starts import check_windows, held_out, kept, mean_loss
-from hf_posenc.recipes.training.transfer import match, places_of
+from hf_posenc.recipes.training.transfer import JUDGED, match, places_of
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def layer_costs(
     Args:
         model: Stock model whose encoding acts in attention.
         scheme: Name of the scheme.
-        ids: Windows of text, int64 `[N, S]`; the last quarter (at most a batch) is held out to measure on.
+        ids: Windows of text, int64 `[N, S]`; the last quarter (at most 8 or a batch) is held out to measure on.
         options: Options of the scheme.
         hides: Collator of an encoder or an encoder-decoder, from `corruptor`; `None` for causal models.
         steps: Steps of the transfer.
@@ -87,14 +87,20 @@ def layer_costs(
         progress: Function called with the number of steps and layers done.
 
     Raises:
-        OptionError: The scheme has nothing to learn in attention, or the model's encoding does not act there.
+        OptionError: The scheme has nothing to learn in attention, the model's encoding does not act there, or the model
+            is converted.
         ShapeError: `ids` are not windows of known tokens.
     """
     check_windows("layer_costs", model, ids, least=2)
     if len(ids) < 2:
         raise OptionError(f"layer_costs: got {len(ids)} window; expected 2 or more, one of them to measure on.")
+    if is_patched(model):
+        raise OptionError(
+            f"layer_costs: the {type(model).__name__} is converted already, and its schemes would be lost. Give the "
+            "original model."
+        )
     architecture, encodes = of_model(model), model.config.is_encoder_decoder
-    collate, held = hides or default_data_collator, ids[-held_out(len(ids), most=batch_size) :]
+    collate, held = hides or default_data_collator, ids[-held_out(len(ids), most=min(batch_size, JUDGED)) :]
     measured = collate([{"input_ids": row, "labels": row} for row in held])
     with kept(list(model.parameters())) as put_back:
         try:

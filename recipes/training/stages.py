@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
+from hf_posenc.recipes.loading import trained_length
 from hf_posenc.recipes.reports import counted
 from hf_posenc.recipes.schema.recipe import Distillation, Recipe, StageName, Training
 from hf_posenc.scheme import Scheme
@@ -66,9 +67,12 @@ def _share_of_width(scheme: Scheme) -> float:
     return 1.0 if width is None else min(1.0, width / scheme.geometry.hidden_size)
 
 
-def with_rates(training: Training, model: nn.Module, stage: Name = "training") -> Training:
+def with_rates(training: Training, model: Any, stage: Name = "training") -> Training:
     """Return the settings with the default of each rate that is null."""
-    found = rates(model, stage, training.length and training.length * training.batch_size)
+    if None not in (training.learning_rate, training.scheme_learning_rate):
+        return training
+    length = training.length or trained_length(model.config)
+    found = rates(model, stage, length and length * training.batch_size)
     return replace(
         training,
         learning_rate=found.model if training.learning_rate is None else training.learning_rate,

@@ -32,7 +32,7 @@ Inputs = dict[str, Any]
 # Checks of the held-out distances during a transfer.
 _CHECKS = 5
 # Maximum number of windows that judge a fit.
-_JUDGED = 8
+JUDGED = 8
 # File of the best layers in a checkpoint.
 BEST = "best_layers.safetensors"
 
@@ -349,7 +349,7 @@ def match(
         return {"input_ids": windows if corrupt is None else corrupt(windows), "labels": windows}
 
     with transfer.training_only(), kept(transfer.trained):
-        apart = held_out(len(ids), most=_JUDGED)
+        apart = held_out(len(ids), most=JUDGED)
         learned = len(ids) - apart
         best = BestLayers(transfer, [inputs(part) for part in torch.split(ids[learned if apart else 0 :], batch_size)])
         groups = parameter_groups(transfer, scheme_learning_rate=scheme_learning_rate or learning_rate or found.scheme)
