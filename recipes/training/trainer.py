@@ -174,7 +174,7 @@ def whole_batches(windows: Any, batch_size: int) -> Any:
     count = len(windows) // batch_size * batch_size
     if count == 0:
         raise RecipeError(
-            f"The text has {len(windows)} windows to train on, and a batch {batch_size}. Give more text, smaller "
+            f"The text has {len(windows)} windows to train on, and batch_size is {batch_size}. Give more text, smaller "
             "batches or a smaller training.length."
         )
     return windows if count == len(windows) else Subset(windows, range(count))
