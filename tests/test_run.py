@@ -413,7 +413,7 @@ def test_batches_are_divided() -> None:
     with pytest.raises(RecipeError, match="divisor of 4"):
         divide_batch(Training(batch_size=8, micro_batch_size=3), 2)
     assert len(whole_batches(list(range(10)), 4)) == 8
-    with pytest.raises(RecipeError, match="makes 3 windows"):
+    with pytest.raises(RecipeError, match="has 3 windows"):
         whole_batches(list(range(3)), 4)
 
 
