@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import json
 from pathlib import Path
@@ -151,6 +152,17 @@ def test_a_fit_that_is_broken_off_leaves_the_model_as_it_was() -> None:
     assert [p.requires_grad for p in model.parameters()] == trained
     assert all(p.grad is None for p in model.parameters())
     assert all(module.training and not module._forward_hooks for module in model.modules())
+
+
+def test_a_feed_forward_may_have_a_forward_of_its_own() -> None:
+    """As accelerate gives to one that it offloads."""
+    model = hf_posenc.patch(stock("llama"), "kerple")
+    module: Any = model.model.layers[0].mlp
+    module.forward = functools.partial(type(module).forward, module)
+    own = module.forward
+    match(model, tokens("llama", 4, 17), steps=1)
+    assert module.forward is own
+    assert "forward" not in vars(model.model.layers[1].mlp)
 
 
 def distance(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:

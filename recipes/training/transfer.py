@@ -214,8 +214,11 @@ class AttentionTransfer(nn.Module):
                         continue  # A scheme that is carried through the layers reads them.
                     twin: Any = self._architecture.twins[type(layer)]
                     module = twin.posenc_feed_forward(layer)
+                    # Some modules have a forward of their own, such as those that are offloaded.
+                    own = {name: value for name, value in vars(module).items() if name == "forward"}
                     module.forward = lambda hidden, *args, **kwargs: torch.zeros_like(hidden)
-                    stack.callback(delattr, module, "forward")
+                    stack.callback(vars(module).update, own)
+                    stack.callback(vars(module).pop, "forward")
             yield
 
 
