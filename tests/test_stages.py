@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import os
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -92,6 +93,8 @@ def test_a_stage_leaves_no_optimizer_behind_and_a_teacher_goes_when_it_has_faded
     go_on, held = run._go_on, list[Any]()
 
     def watched(trainer: Any, checkpoint: Path | None) -> None:
+        assert trainer.args.run_name == "out"
+        assert Path(os.environ["TENSORBOARD_LOGGING_DIR"]).parent == tmp_path / "out" / "logs"
         gc.collect()
         assert not [each for each in held if each() is not None]
         if trainer._teacher is not None:
@@ -158,6 +161,16 @@ def test_the_original_shares_what_is_not_attention() -> None:
         assert (weight is names[name]) == ("self_attn" not in name), name
     adapted = attach(hf_posenc.patch(stock("llama"), "kerple"), recipe_of("adapter.kind=lora").adapter)
     assert not AttentionTransfer(adapted)._twin
+
+
+def test_what_attention_reads_moves_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer moves the module that it trains to its device, and leaves the rest of the model where it was."""
+    model = hf_posenc.patch(stock("llama"), "kerple")
+    transfer = AttentionTransfer(model).to("meta")
+    # On the meta device nothing can be computed.
+    monkeypatch.setattr(transfer, "_errors", lambda *given: (torch.ones(2), torch.ones(2)))
+    transfer(input_ids=tokens("llama", 4, 24).to("meta"))
+    assert all(weight.is_meta for weight in model.parameters())
 
 
 def test_micro_batches_and_padding_give_one_loss() -> None:
@@ -304,5 +317,6 @@ def test_what_a_transfer_cannot_do(tmp_path: Path) -> None:
             Recipe.read(goal, [*changes, "transfer.steps=4"])
     with pytest.raises(RecipeError, match=r"transfer.projections is False, which does nothing without transfer.steps"):
         Recipe.read("swap", ["scheme=kerple", "transfer={projections: false}"])
+    assert Recipe.read("swap", ["scheme=kerple", "fit=attention", "transfer.batch_size=2"]).transfer.batch_size == 2
     with pytest.raises(OptionError, match="adds its own encoding"):
         run.train(recipe_of("conversion.native=remove", architecture="gpt2"), tmp_path / "out")

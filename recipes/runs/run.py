@@ -189,9 +189,7 @@ class _Run:
         check_targets(model, recipe.adapter)
         length, own_length = checks.lengths(recipe, model.config)
         micro_batch, _ = divide_batch(recipe.training, self.processes.num_processes)
-        # By default TensorBoard writes next to the unfinished checkpoints, which are removed.
-        logs = {_LOGS_VARIABLE: os.environ.get(_LOGS_VARIABLE, self.folder / files.LOGS)}
-        with enough_threads(model, micro_batch * length), patch_environment(**logs):
+        with enough_threads(model, micro_batch * length):
             read = partial(load_data, recipe.data, tokenizer, seed=recipe.training.seed, config=model.config)
             # Of all stages, so that a later one fails before the first one begins.
             sizes = {stage.length or length for stage in recipe.stages().values()}
@@ -370,7 +368,10 @@ class _Run:
         folder = self.checkpoints if is_main else self.checkpoints / stage.name
         checkpoints = files.WholeCheckpoints(folder, keep=self.recipe.saving.keep)
         text = "" if is_transfer else "text_loss" if is_main and self.teacher is not None else "loss"
-        with Progress(self.console, stage.tokens(facts.length), text=text) as progress:
+        # By default TensorBoard writes next to the unfinished checkpoints, which are removed. Stages begin at step 0.
+        logs = {_LOGS_VARIABLE: Path(os.environ.get(_LOGS_VARIABLE, self.folder / files.LOGS)) / stage.name}
+        showing = Progress(self.console, stage.tokens(facts.length), text=text)
+        with showing as progress, patch_environment(**logs):
             trainer = adaptation_trainer(
                 model,
                 stage.recipe,
@@ -381,6 +382,7 @@ class _Run:
                 callbacks=[callback, progress, checkpoints, files.STOP],
                 saves_end=not (ends or is_transfer),
             )
+            trainer.args.run_name = self.folder.resolve().name
             if is_main:
                 # Leave the only reference to the trainer, which frees the teacher when it has faded.
                 self.teacher = None

@@ -44,7 +44,7 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
         ("conversion", "anneal", conversion.anneals, "anneal: true among conversion.options"),
         ("data", "config split column held_out_share", data.source != "builtin", "another data.source than builtin"),
         ("data", "held_out_share", data.held_out is None, "data.held_out: null"),
-        ("transfer", all_but_steps, recipe.transfer.steps > 0, "transfer.steps above 0"),
+        ("transfer", all_but_steps, "transfer" in recipe.stages(), "transfer.steps above 0"),
         ("lengthen", all_but_steps, recipe.lengthen.steps > 0, "lengthen.steps above 0"),
         ("distillation", "until teacher", distils, "distillation.share or distillation.hidden above 0"),
         ("adapter", "rank alpha dropout targets", kind == "lora", "adapter.kind: lora"),

@@ -146,6 +146,9 @@ class AttentionTransfer(nn.Module):
         Windows `[B, S]` longer than the trained length are cut. Positions of packed documents, `[B, S]`, restart at
         each. The labels of encoder-decoders are what the decoder writes, `[B, T]`. Other inputs do not reach attention.
         """
+        for model in (*self._model, *self._twin):
+            if model.device != input_ids.device:
+                model.to(input_ids.device)  # A trainer moves what it trains alone.
         errors, sizes = self._errors(input_ids, attention_mask, position_ids, labels)
         # A scale of each batch would let the loss depend on how the batch is divided.
         scale = sizes if self._scale is None else self._scale
