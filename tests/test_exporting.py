@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import moved
+from models import moved, tiny
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny import KINDS, stock
@@ -137,6 +137,7 @@ EXPORTS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "t5, directed": (lambda: trained(t5, "kerple", directed=True), {"max_positions": 30}),
     "t5, gated, over own": (lambda: trained(t5, "alibi", native="keep"), {"max_positions": 30}),
     "t5, kept, nothing added": (lambda: hf_posenc.patch(t5(), "shaw", native="keep"), {}),
+    "umt5, a table for each layer": (lambda: trained(lambda: tiny("umt5"), "t5", layers=[1]), {}),
     "vit, learned": (lambda: trained(vit, "learned"), {}),
 }  # fmt: skip
 
@@ -154,7 +155,7 @@ def test_the_stock_model_computes_the_same(case: str, tmp_path: Path) -> None:
     assert not {"posenc", "auto_map"} & set(config)
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".json", ".safetensors"}
     assert not [name for name in load_file(tmp_path / "out" / "model.safetensors") if "posenc" in name]
-    found = MODELS[config["model_type"]][1].from_pretrained(tmp_path / "out").eval()
+    found = MODELS[config["model_type"].removeprefix("um")][1].from_pretrained(tmp_path / "out").eval()
     assert type(found).__name__ == export.model == type(model).__name__.removeprefix("Posenc")
     assert type(found).__module__.startswith("transformers.")
     torch.testing.assert_close(logits(found), expected, atol=1e-4, rtol=1e-4)

@@ -356,10 +356,11 @@ def _slots(levels: Tensor, begins: Tensor) -> Tensor:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def _table(draft: Draft, stack: Stack) -> Tensor:
-    """Return the parameter with the table of a stack's own encoding."""
-    (table,) = draft.architecture.native_parameters(stack.body)
-    return table
+def _tables(draft: Draft, stack: Stack) -> list[tuple[Tensor, list[Layer]]]:
+    """Return each table of a stack's own encoding with the layers that read it: all of them, or one."""
+    tables = draft.architecture.native_parameters(stack.body)
+    readers = [stack.layers] if len(tables) == 1 else [[layer] for layer in stack.layers]
+    return list(zip(tables, readers, strict=True))
 
 
 def _restate_positions(draft: Draft, stack: Stack, max_positions: int | None) -> None:
@@ -368,7 +369,7 @@ def _restate_positions(draft: Draft, stack: Stack, max_positions: int | None) ->
         if not isinstance(one.added, Nothing | PositionTable):
             raise unfit(one, f"{_DOES[type(one.added)]}, and the model has a table of positions only")
     layer = stack.layers[0]  # A table that enters before the first layer is the same for all.
-    table, geometry = _table(draft, stack), layer.geometry
+    ((table, _),), geometry = _tables(draft, stack), layer.geometry
     own = table.detach().double().cpu().view(-1, geometry.hidden_size)
     assert geometry.native is not None
     # Rows for padding come first, where there are any.
@@ -400,7 +401,7 @@ def _restate_positions(draft: Draft, stack: Stack, max_positions: int | None) ->
 
 
 def _restate_distances(draft: Draft, stacks: Sequence[Stack], max_positions: int | None) -> None:
-    """Write biases of the distance into the model's own tables of buckets, one per stack."""
+    """Write biases of the distance into the model's own tables of buckets, one for each stack or layer."""
     native = stacks[0].layers[0].geometry.native
     assert native is not None
     assert native.max_distance is not None
@@ -412,17 +413,16 @@ def _restate_distances(draft: Draft, stacks: Sequence[Stack], max_positions: int
             f"Got max_positions={max_positions}, but the bias is constant from the distance {far} on, so a table holds "
             "all of it. Leave max_positions out."
         )
-    values = {stack.name: _distance_values(stack, far) for stack in stacks}
-    tables = {stack.name: _bucket_table(stack, values[stack.name], *own) for stack in stacks}
-    if any(table is None for table in tables.values()):
+    tables = [(table, _distance_values(layers, far)) for stack in stacks for table, layers in _tables(draft, stack)]
+    restated = [_bucket_table(values, far, *own) for _, values in tables]
+    if any(table is None for table in restated):
         # A bucket for each distance: those of single distances are the first half of each side's.
         buckets = (far + 1) * (2 if all(stack.layers[0].geometry.causal for stack in stacks) else 4)
         own = (buckets, buckets)
-        tables = {stack.name: _bucket_table(stack, values[stack.name], *own) for stack in stacks}
-    for stack in stacks:
-        table = tables[stack.name]
-        assert table is not None
-        draft.replace(_table(draft, stack), table)
+        restated = [_bucket_table(values, far, *own) for _, values in tables]
+    for (table, _), new in zip(tables, restated, strict=True):
+        assert new is not None
+        draft.replace(table, new)
     draft.config.relative_attention_num_buckets, draft.config.relative_attention_max_distance = own
     draft.changes.append(f"weights: biases of the distance, in {own[0]} buckets")
     draft.positions = max_positions
@@ -445,9 +445,9 @@ def _reach(layer: Layer, max_positions: int | None) -> int:
     return max_positions - 1
 
 
-def _distance_values(stack: Stack, far: int) -> Tensor:
-    """Return the bias of all layers of a stack at distances from `-far` (0 in decoders) to `far`, float64 `[H, N]`."""
-    geometry = stack.layers[0].geometry
+def _distance_values(layers: Sequence[Layer], far: int) -> Tensor:
+    """Return the bias of all layers of a table at distances from `-far` (0 in decoders) to `far`, float64 `[H, N]`."""
+    geometry = layers[0].geometry
     native = geometry.native
     assert native is not None
     assert native.max_distance is not None
@@ -455,7 +455,7 @@ def _distance_values(stack: Stack, far: int) -> Tensor:
     buckets = Buckets(num_buckets=len(native.weight), max_distance=native.max_distance, causal=geometry.causal)
     own = native.weight.detach().double().cpu()[buckets(distance)].T
     found: list[Tensor] = []
-    for layer in stack.layers:
+    for layer in layers:
         bias = layer.native * own
         if isinstance(layer.added, DistanceTable):
             with torch.no_grad():
@@ -464,16 +464,15 @@ def _distance_values(stack: Stack, far: int) -> Tensor:
         if not torch.equal(bias, found[0]):
             raise unfit(
                 layer,
-                f"gives the layer another bias than that of {stack.layers[0].place}, and a stock model has one table "
+                f"gives the layer another bias than that of {layers[0].place}, and a stock model has one table "
                 "for all layers of a stack",
             )
     return found[0]
 
 
-def _bucket_table(stack: Stack, values: Tensor, count: int, max_distance: int) -> Tensor | None:
+def _bucket_table(values: Tensor, far: int, count: int, max_distance: int) -> Tensor | None:
     """Return `_distance_values` as a table of buckets, float64 `[count, H]`; `None` if buckets are too coarse."""
-    causal = stack.layers[0].geometry.causal
-    far = values.shape[1] - 1 if causal else values.shape[1] // 2
+    causal = values.shape[1] == far + 1
     reach = max(far, max_distance)
     distance = torch.arange(0 if causal else -reach, reach + 1)
     index = Buckets(num_buckets=count, max_distance=max_distance, causal=causal)(distance)
