@@ -139,10 +139,10 @@ def order_metadata(path: Path) -> None:
     """
     start = b'{"__metadata__":'
     with path.open("rb") as file:
-        header = file.read(int.from_bytes(file.read(8), "little"))
-    if not header.startswith(start):
-        return
-    text = header.decode()
+        size, begin = int.from_bytes(file.read(8), "little"), file.read(len(start))
+        if begin != start:  # as in the pointers of Git LFS, whose size would be no number of bytes
+            return
+        text = (begin + file.read(size - len(start))).decode()
     found, end = json.JSONDecoder().raw_decode(text, len(start))
     ordered = json.dumps(found, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     if DIGEST in found and len(ordered) == end - len(start) and ordered != text[len(start) : end]:

@@ -108,6 +108,8 @@ def test_every_file_of_weights_has_the_digest_of_the_record(name: str, tmp_path:
 def test_each_save_replaces_its_own_weights_only(tmp_path: Path) -> None:
     model = converted("llama", "fire")
     load = AutoModelForCausalLM.from_pretrained
+    # A clone without Git LFS has such files.
+    (tmp_path / "other.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n", encoding="utf-8")
 
     def save(**options: Any) -> PreTrainedModel:
         with torch.no_grad():
