@@ -162,6 +162,7 @@ def compose(name: str, kinds: tuple[type[Scheme], ...]) -> type[Composite]:
     __init__.__signature__ = inspect.Signature([*first, *parameters.values()])  # type: ignore[attr-defined]
     __init__.__annotations__ = hints
     base, *others = ((inspect.getdoc(kind) or "").partition("\n")[0] for kind in kinds)
+    advice = kinds[0].adaptation
     members: dict[str, Any] = {
         "__init__": __init__,
         "__doc__": "\n\n".join((base, *(f"And: {other}" for other in others))),
@@ -171,6 +172,7 @@ def compose(name: str, kinds: tuple[type[Scheme], ...]) -> type[Composite]:
         "name": name,
         "reproduces": kinds[0].reproduces,
         "neutral_options": kinds[0].neutral_options,
+        "adaptation": replace(advice, options={key: x for key, x in advice.options.items() if key != "shared"}),
     }
     if kinds[0].start_tolerance is Scheme.start_tolerance:
         members["start_tolerance"] = Scheme.start_tolerance

@@ -137,6 +137,14 @@ def test_it_learns_where_the_caller_wants_no_gradients() -> None:
     loss(one, "llama", ids).backward()
 
 
+def test_an_add_on_is_no_part_of_the_fit() -> None:
+    alone, both = patched("llama", "t5_clipped", shared=False), patched("llama", "t5_clipped+gated_output")
+    ids = text_windows(2)
+    found = fit(alone, ids=ids, steps=1)
+    assert found.accepted
+    assert found == fit(both, ids=ids, steps=1)
+
+
 def test_a_fit_that_raises_the_loss_is_taken_back(caplog: pytest.LogCaptureFixture) -> None:
     """The regression succeeds, but on a text of random tokens, and the start that it found is better."""
     ids, model = text_windows(12), patched("llama", "t5_clipped", shared=False)

@@ -79,6 +79,9 @@ def test_no_recipe_refuses_a_model_that_it_is_recommended_for(name: str) -> None
         ("llama", ["scheme=fire"], ("remove", "native", {"threshold": 64.0}, None)),
         ("llama", ["scheme=fire", "length=32"], ("remove", "native", {"threshold": 16.0}, None)),
         ("llama", ["scheme=shaw", "length=32"], ("remove", "attention", {"max_distance": 24}, None)),
+        # Add-ons go the way of the other scheme, which then has a module in each layer.
+        ("llama", ["scheme=kerple+gated_output"], ("remove", "native", {}, None)),
+        ("llama", ["scheme=cope+gated_output"], ("keep", None, {}, None)),
         ("llama", ["scheme=fox"], ("keep", None, {"init": "horizon"}, None)),
         ("llama", ["scheme=fox", "native=remove"], ("remove", None, {}, None)),
         ("llama", ["scheme=kerple", "native=keep"], ("keep", None, {"gate": True}, None)),

@@ -144,7 +144,7 @@ def _of_scheme(recipe: Recipe) -> Iterator[str]:
         yield f"conversion.options: {error} Set conversion.options={{}} for its defaults."
         return
     scheme = _example(name, conversion)
-    if conversion.fit == "native" and name not in additive():
+    if conversion.fit == "native" and name.partition("+")[0] not in additive():
         yield (
             f"conversion.fit is 'native', but {name} adds no bias of the distance. Set it to attention, leave it out, "
             f"or choose one of {', '.join(additive())}."

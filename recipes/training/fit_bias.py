@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc import registry
+from hf_posenc.composition import Composite
 from hf_posenc.errors import OptionError
 from hf_posenc.operands import Block, Geometry, Positions, Tokens
 from hf_posenc.patches import record, surgery
@@ -153,6 +154,7 @@ def _wanted(model: PreTrainedModel, ids: Tensor | None, block: Block) -> dict[Ad
     for stack, body, layer, attention in surgery.patched_layers(architecture, model):
         geometry, name = architecture.geometry(body, layer), groups[attention.posenc_group]
         scheme = surgery.scheme_of(body, attention)
+        scheme = scheme.base if isinstance(scheme, Composite) else scheme  # an add-on is no part of the bias
         if not isinstance(scheme, AdditiveBias):
             raise OptionError(f"fit: {name} adds no bias of the distance alone. Fit one of {', '.join(additive())}.")
         if not any(p.requires_grad for p in scheme.parameters()):
