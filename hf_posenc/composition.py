@@ -77,8 +77,9 @@ class Composite(Scheme):
 
     # -- seams ---------------------------------------------------------------------------------------------------------
 
-    embed, recall, score = _of_base("embed"), _of_base("recall"), _of_base("score")
-    mix, carry, feed = _of_base("mix"), _of_base("carry"), _of_base("feed")
+    # Not `embed`: a scheme that has it is one module for all layers.
+    recall, score, mix = _of_base("recall"), _of_base("score"), _of_base("mix")
+    carry, feed = _of_base("carry"), _of_base("feed")
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
         there = self.base.project(tokens, q, k, v)

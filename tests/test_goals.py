@@ -155,13 +155,14 @@ def test_a_long_model_is_trained_in_windows_that_a_machine_can_hold() -> None:
 def test_a_model_of_real_size_begins_with_the_attention_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replaced(CONFIGS["llama"], hidden_size=512, max_position_embeddings=1024)
 
-    def size(*overrides: str) -> tuple[int, int | None]:
-        transfer = Recipe.read("swap", ["model=here", "scheme=kerple", *overrides], config=config).transfer
+    def size(*overrides: str, scheme: str = "kerple") -> tuple[int, int | None]:
+        transfer = Recipe.read("swap", ["model=here", f"scheme={scheme}", *overrides], config=config).transfer
         return transfer.steps, transfer.batch_size
 
     assert size() == (500_000 // 1024, 1)
     assert size("steps=4") == (4 * 8, 1)  # as many tokens as the training
     assert size("native=keep") == size("fit=native") == size("transfer.steps=0") == (0, None)
+    assert size(scheme="kerple+gated_output") == size()
     assert read("llama", "swap", "scheme=kerple").transfer.steps == 0
     with pytest.raises(RecipeError, match="length is 0; expected at least 2"):
         size("length=0")
