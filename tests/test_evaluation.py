@@ -484,7 +484,7 @@ def test_bad_input_ends_in_one_line(arguments: list[Any], message: str, tmp_path
     words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"fox": 0}, unk_token="fox")))
     words.save_pretrained(tmp_path / "words")
     shutil.copy(DIRECTORIES["llama"] / "config.json", tmp_path / "words")
-    (tmp_path / "rows.jsonl").write_text('{"text": ""}\n{"text": "The quick brown fox."}\n', encoding="utf-8")
+    (tmp_path / "rows.jsonl").write_text('{"text": ""}\n{"text": null}\n{"text": "A quick fox."}\n', encoding="utf-8")
     files = {"TEXT": "mine.txt", "WORDS": "words", "ROWS": "rows.jsonl"}
     given = {name: str(tmp_path / file) for name, file in files.items()}
     typed = [given.get(str(argument), str(argument)) for argument in arguments]

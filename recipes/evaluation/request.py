@@ -160,7 +160,7 @@ class Request:
         first, configs = found[0], [loading.load_config(subject.base) for subject in found]
         tokenizer, kind, device = first.tokenizer(), loading.auto_class(configs[0]), processes().device
         text, documents = self._documents(found)
-        sample = "".join(document["text"] for document in itertools.islice(documents, _DOCUMENTS))[:_SAMPLE]
+        sample = "".join(document["text"] or "" for document in itertools.islice(documents, _DOCUMENTS))[:_SAMPLE]
         for other, config in zip(found[1:], configs[1:], strict=True):
             if loading.auto_class(config) is not kind:
                 raise OptionError(
