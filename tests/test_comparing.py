@@ -314,7 +314,7 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(
     text.write_text("\n\n".join(page.read_text(encoding="utf-8") for page in pages)[:60_000], encoding="utf-8")
     changes = ["training.batch_size=2", f"data.source={text}"]
     typed = ["compare", "tiny-llama", *changes, "--schemes", f"alibi,{broken}", "--budget", "2"]
-    typed += ["--samples", "4", "--out", str(out)]
+    typed += ["--samples", "4", "--measures", "induction,generation", "--out", str(out)]
 
     def stop(*given: Any, **options: Any) -> None:
         other = CliRunner().invoke(cli.app, typed)
@@ -344,8 +344,8 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(
     shown = (out / "report.html").read_text(encoding="utf-8")
     # Of each measure; and nothing else would be loaded.
     pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', shown)
-    assert [base64.b64decode(picture)[:4] for picture in pictures] == [b"\x89PNG"] * 2
-    assert len(re.findall(r"(?:src|href)=|<script|<link", shown)) == 2
+    assert [base64.b64decode(picture)[:4] for picture in pictures] == [b"\x89PNG"] * 3
+    assert len(re.findall(r"(?:src|href)=|<script|<link", shown)) == 3
     headings = ("Perplexity by context length", "Cost, length and start", "Failed", "Copying a random sequence")
     assert all(part in shown for part in (*headings, ORIGINAL))
     written = (out / "report.md").read_text(encoding="utf-8")
@@ -357,6 +357,8 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(
     # A break that two steps do not mend.
     assert alibi.start_ratio is not None
     assert alibi.start_ratio > 1.5
+    # Of what the original writes, which was measured before the stop.
+    assert alibi.report["generation"].models["alibi"][0].at(64).mean < 1
     assert alibi.cost.cache_bytes == hf_posenc.plan(CONFIG, "alibi").cache_bytes_per_token
 
     # In another order it is the same comparison.

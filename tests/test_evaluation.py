@@ -538,13 +538,15 @@ def test_subjects_are_checkpoints_adapters_runs_and_schemes(tmp_path: Path) -> N
     assert adapter.tokenizer().get_vocab() == plain.tokenizer().get_vocab()
 
 
-def test_a_text_that_a_run_has_trained_on_is_said(tmp_path: Path) -> None:
+def test_a_text_that_a_run_has_trained_on_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("text/mine.txt", "text/apart.txt", "other.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("The quick brown fox jumps over the lazy dog.\n" * 40)
     data = Data(source=str(tmp_path / "text"), held_out=str(tmp_path / "text/apart.txt"))
     made_run(tmp_path / "run", data)
     (trained, plain) = subjects([str(tmp_path / "run"), "tiny-llama"])
+    monkeypatch.chdir(tmp_path / "run" / "model")
+    assert subjects(["."])[0].data == trained.data == data
     seen = {name: trained.has_trained_on(str(tmp_path / name)) for name in ("text", "text/mine.txt", "text/../text")}
     assert all(seen.values()), seen
     assert not any(map(trained.has_trained_on, ("builtin", str(tmp_path / "other.txt"), str(data.held_out))))
@@ -558,7 +560,7 @@ def test_a_text_that_a_run_has_trained_on_is_said(tmp_path: Path) -> None:
 def made_run(folder: Path, data: Data) -> None:
     """Make the folder of a finished run, whose model is that of the tests."""
     folder.mkdir()
-    (folder / "model").symlink_to(DIRECTORIES["llama"])
+    shutil.copytree(DIRECTORIES["llama"], folder / "model")
     recipe = Recipe(model="tiny-llama", conversion=Conversion(scheme=None), data=data)
     (folder / "recipe.yaml").write_text(recipe.text())
 

@@ -58,6 +58,8 @@ def test_agreement_with_the_original(ids: torch.Tensor, architecture: str, monke
     silent = [dataclasses.replace(grid, samples=grid.samples * math.nan) for grid in original]
     assert "prompts, for which the original has too few positions: " in compared(silent, other)
     assert "nan" not in compared(silent, other)
+    generates._first = generates._first * math.nan
+    assert [grid.write(8) for grid in generates(model)[:2]] == ["-", "-"]
 
 
 def test_padding_at_the_left_changes_nothing(ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

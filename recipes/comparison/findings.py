@@ -20,6 +20,7 @@ from hf_posenc.recipes import intervals
 from hf_posenc.recipes.data.windows import Prepared
 from hf_posenc.recipes.evaluation import evaluate
 from hf_posenc.recipes.evaluation import report as results
+from hf_posenc.recipes.evaluation.generation import Generation
 from hf_posenc.recipes.evaluation.grid import RATIO, Grid
 from hf_posenc.recipes.evaluation.perplexity import TARGETS, contexts_for
 from hf_posenc.recipes.evaluation.request import Request, Subject, check_measures
@@ -132,6 +133,7 @@ class Examiner:
         every = tuple(dict.fromkeys(("perplexity", *measures)))
         request = Request((NATIVE,), every, contexts=self.contexts, trained_length=self.trained, samples=samples)
         self._measures = request.made_for(tokenizer, data.held_out, data.corrupt)
+        self._comparing = [measure for measure in self._measures if isinstance(measure, Generation)]
         self._native, self._console, self._device = control.model, console, processes().device
         self._dtype = trained_dtype(control.adapter)  # that of the contestants
         size = control.training.micro_batch_size or control.training.batch_size
@@ -146,15 +148,21 @@ class Examiner:
             folder.mkdir(exist_ok=True)
             known: dict[str, Any]
             if name == ORIGINAL:
-                model = load(self._native, **self._dtype)[0].to(self._device)
-                known = {"start": "as it was given"}
+                model, known = self._original(), {"start": "as it was given"}
             else:
+                # A process that goes on with a comparison has not measured what others are compared with.
+                for measure in self._comparing:
+                    measure(self._original())
                 model = Subject(name, str(folder / MODEL)).load(self._device)
                 known = {"start": record_of(folder)["start"], "start_ratio": _start_ratio(folder)}
+            self._comparing = []
             report = evaluate({name: model}, self._measures, console=self._console)
             results.save(Findings(name, report, self._cost(recipe, model), **known), path)
         found: Findings = results.load(Findings, path, "Remove it to measure again.")
         return found
+
+    def _original(self) -> Any:
+        return load(self._native, **self._dtype)[0].to(self._device)
 
     def _cost(self, recipe: Recipe, model: Any) -> Cost:
         conversion = recipe.conversion

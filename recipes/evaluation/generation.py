@@ -101,7 +101,8 @@ class Generation(Measure):
         written = workers.map(partial(self._continued, model), rows, _WRITTEN)
         if not len(self._first):
             self._first = written
-        equal, inside = (written == self._first).double(), (written != self._end).double().cumprod(dim=1)
+        equal = (written == self._first).double().masked_fill(self._first.isnan(), torch.nan)
+        inside = (written != self._end).double().cumprod(dim=1)
         figures: dict[Quantity, Callable[[int], Tensor]] = {
             share("agreement"): lambda n: equal[:, :n].mean(dim=1),
             Quantity("tokens before the first other one", "mean"): lambda n: equal.cumprod(dim=1)[:, :n].sum(dim=1),

@@ -58,8 +58,9 @@ class Subject:
     @property
     def data(self) -> Data | None:
         """The text of the run that the model comes from; `None` if it comes from none."""
-        record = Path(self.source).parent / RECIPE
-        return Recipe.read(record).data if Path(self.source).name == MODEL and record.is_file() else None
+        folder = Path(self.source).absolute()  # "." has no name
+        record = folder.parent / RECIPE
+        return Recipe.read(record).data if folder.name == MODEL and record.is_file() else None
 
     def has_trained_on(self, text: str) -> bool:
         """Whether the model comes from a run whose training text is in a file or folder, or around it."""
