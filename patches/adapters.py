@@ -152,7 +152,8 @@ class PosencTuner:
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Put an adapter into the model; all of its adapters have the same schemes."""
         with surgery.all_or_nothing(model):
-            config = self.peft_config[adapter_name] = agree(model, self.peft_config[adapter_name])
+            # A copy, since the one that was given may go into other models, too.
+            config = self.peft_config[adapter_name] = agree(model, copy.copy(self.peft_config[adapter_name]))
             super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]
             config.check_weights(_whole(self, adapter_name), adapter_name)
 
@@ -216,11 +217,15 @@ class Kind:
         return (self.tuner if ours else self.stock)(*args, **kwargs)
 
     def _get_adapter_state_dict(self, model: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the weights to save of an adapter, after giving its configuration the class for the model."""
+        """Return the weights to save of an adapter, after giving its configuration the class for the model.
+
+        What goes into a model has it already. The configuration of a prompt may be that of several models.
+        """
         base = _base(model)
-        if surgery.is_patched(base) and not isinstance(config, PosencAdapter):
-            _adopt(config)
+        if config.is_prompt_learning and surgery.is_patched(base):
             agree(base, config)
+        elif config.is_prompt_learning and _ours(config):
+            config.__class__ = PEFT_TYPE_TO_CONFIG_MAPPING[config.peft_type]
         return self.stock._get_adapter_state_dict(model, config, *args, **kwargs)
 
     def _remap_adapter_state_dict_for_load(
@@ -246,7 +251,7 @@ class Kind:
 def agree(model: Any, config: Any) -> Any:
     """Convert a stock model to an adapter's schemes, or record a converted model's schemes in the adapter.
 
-    It returns the adapter's configuration. One of PEFT's own is copied, not changed.
+    It returns the adapter's configuration, which gets the class for converted models.
 
     Raises:
         NotPatchedError: Neither has a scheme.
@@ -254,11 +259,11 @@ def agree(model: Any, config: Any) -> Any:
         CheckpointError: The adapter's schemes cannot be followed, or it was trained over other weights.
     """
     if not isinstance(config, PosencAdapter):
-        config = _adopt(copy.copy(config))
+        config.__class__ = PEFT_TYPE_TO_CONFIG_MAPPING[_type_name(config.peft_type)]
     own, wanted = getattr(getattr(model, "config", None), "posenc", None), config.posenc
     if own is not None:
         surgery.check_record(of_model(model), model)
-        if wanted is not None and any(wanted.get(key) != own.get(key) for key in ("groups", "strengths")):
+        if config._pending and any(wanted.get(key) != own.get(key) for key in ("groups", "strengths")):
             raise OptionError(
                 f"The adapter was trained with the schemes {_names(wanted)}, and the model has {_names(own)}, or other "
                 "options, layers or strengths. Load it onto the stock model, which it converts, or onto one converted "
@@ -364,12 +369,6 @@ def _find_weights(name: str, subfolder: str | None, **download: Any) -> Path:
 def _ours(config: Any) -> bool:
     """Whether a configuration, or one of several by name, is that of an adapter on a converted model."""
     return any(isinstance(one, PosencAdapter) for one in (config.values() if isinstance(config, dict) else [config]))
-
-
-def _adopt(config: Any) -> Any:
-    """Give a configuration of PEFT the class for converted models, in place."""
-    config.__class__ = PEFT_TYPE_TO_CONFIG_MAPPING[_type_name(config.peft_type)]
-    return config
 
 
 def _type_name(kind: PeftType) -> Any:

@@ -426,7 +426,9 @@ def test_the_config_alone_can_be_kept(tmp_path: Path) -> None:
     PosencLoraConfig(r=3, target_modules=["q_proj"]).save_pretrained(tmp_path)
     found = PosencLoraConfig.from_pretrained(tmp_path)
     assert (found.r, found.target_modules, found.posenc) == (3, {"q_proj"}, None)
-    get_peft_model(hf_posenc.patch(stock("llama"), "fire"), found)
+    for scheme in ("fire", "kerple"):
+        model = get_peft_model(hf_posenc.patch(stock("llama"), scheme), found)
+        assert model.peft_config["default"].posenc["groups"][0]["scheme"] == scheme
     with pytest.raises(CheckpointError, match=r"adapter_model.bin is pickled"):
         adapted("llama", "fire").save_pretrained(tmp_path / "pickled", safe_serialization=False)
 
