@@ -102,7 +102,8 @@ def rows(prepared: Prepared, column: str = "input_ids") -> list[list[int]]:
     ("name", "column"), [("a.jsonl", "text"), ("a.json", "body"), ("a.parquet", "body"), ("a.jsonl.gz", "text")]
 )
 def test_rows_are_documents(name: str, column: str, tmp_path: Path, tokenizer: Any) -> None:
-    path = write(tmp_path / name, DOCUMENTS, column)
+    # A row without text is no document.
+    path = write(tmp_path / name, [None, *DOCUMENTS], column)
     prepared = load_data(Data(source=str(path), column=column, held_out_share=0.2), tokenizer, length=32)
     expected = stream(tokenizer, DOCUMENTS[:16])
     assert rows(prepared) == [expected[start : start + 32] for start in range(0, len(expected) - 31, 32)]
@@ -219,7 +220,7 @@ def test_what_the_hub_does_not_have(tokenizer: Any, monkeypatch: pytest.MonkeyPa
         ({"source": "a.jsonl", "column": "other"}, "column 'other' holds int; expected text"),
         ({"source": "empty.txt"}, "is empty"),
         ({"source": "blank.jsonl"}, "blank.jsonl cannot be read"),
-        ({"source": "nulls.jsonl"}, "holds NoneType"),
+        ({"source": "nulls.jsonl"}, "There is no text"),
         ({"source": "zeros.txt"}, r"zeros\.txt holds no text.*UTF-8, without NUL bytes"),
         ({"source": "zeros.jsonl"}, "all documents are empty, or hold NUL bytes only"),
         ({"source": "number.jsonl"}, "A row of the text holds the int 5; expected text"),

@@ -172,7 +172,7 @@ def _load(where: str, column: str, **arguments: object) -> Documents:
             f"{where} has no column {column!r}; name that of the text, as data.column in a recipe and --column of "
             f"hf-posenc eval. It has: {', '.join(first)}."
         )
-    if not isinstance(first[column], str):
+    if not isinstance(first[column], str | None):
         raise RecipeError(f"{where}: column {column!r} holds {type(first[column]).__name__}; expected text.")
     documents = documents.select_columns([column])
     return documents if column == TEXT else documents.rename_column(column, TEXT)
@@ -182,7 +182,7 @@ def _split(documents: Dataset, share: float) -> tuple[Dataset, Dataset]:
     """Split off the last documents, or the end of a single document."""
     count = len(documents)
     if count == 1:
-        text = documents[0][TEXT]
+        text = documents[0][TEXT] or ""
         cut = _before(text, int(len(text) * (1 - share)))
         return Dataset.from_dict({TEXT: [text[:cut]]}), Dataset.from_dict({TEXT: [text[cut:]]})
     kept = min(max(round(count * (1 - share)), 1), count - 1)
