@@ -21,6 +21,7 @@ import torch
 from accelerate.utils import patch_environment
 from filelock import BaseFileLock, FileLock
 from rich.console import Console
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Subset
 from transformers import TrainerCallback, TrainerState, default_data_collator, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
@@ -369,9 +370,18 @@ class _Run:
         checkpoints = files.WholeCheckpoints(folder, keep=self.recipe.saving.keep)
         text = "" if is_transfer else "text_loss" if is_main and self.teacher is not None else "loss"
         # By default TensorBoard writes next to the unfinished checkpoints, which are removed. Stages begin at step 0.
-        logs = {_LOGS_VARIABLE: Path(os.environ.get(_LOGS_VARIABLE, self.folder / files.LOGS)) / stage.name}
+        logs = Path(os.environ.get(_LOGS_VARIABLE, self.folder / files.LOGS)) / stage.name
+        variables = {_LOGS_VARIABLE: str(logs)}
+        if is_transfer:
+            # Attentions that are divided without their model could not be divided with it in the training.
+            variables["ACCELERATE_USE_FSDP"] = "false"
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # The training has divided the model, and its last measurement put together what is in no layer.
+                variables["FSDP_AUTO_WRAP_POLICY"] = "NO_WRAP"
+                module.reshard()
         showing = Progress(self.console, stage.tokens(facts.length), text=text)
-        with showing as progress, patch_environment(**logs):
+        with showing as progress, patch_environment(**variables):
             trainer = adaptation_trainer(
                 model,
                 stage.recipe,
