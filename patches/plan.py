@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
@@ -188,22 +189,26 @@ def verify(model: nn.Module) -> Verification:
     model = inner
     architecture = of_model(model)
     _check_enabled("verify", architecture, model)
-    groups = record.from_config(model.config)
+    layers = Counter(module.posenc_group for _, _, _, module in surgery.patched_layers(architecture, model))
+    # An encoder alone has layers of some groups only.
+    groups = [group for group in record.from_config(model.config) if group.id in layers]
     if not groups:
-        raise NotPatchedError("verify: the config names no scheme, although the classes are patched. Convert again.")
+        raise NotPatchedError(
+            f"verify: the config names no scheme for any layer of the {type(model).__name__}, although its class is "
+            "patched. Convert again."
+        )
     with attention.recorded() as calls:
         active = _hidden_states(architecture, model)
-    layers = len(list(surgery.patched_layers(architecture, model)))
-    if len(calls) != layers:
+    if len(calls) != layers.total():
         raise NotPatchedError(
-            f"verify: schemes ran {len(calls)} times for {layers} patched layers: another library replaced a forward "
-            "after patching. Patch the plain model before applying other libraries, then verify again."
+            f"verify: schemes ran {len(calls)} times for {layers.total()} patched layers: another library replaced a "
+            "forward after patching. Patch the plain model before applying other libraries, then verify again."
         )
     with disabled(model):
         stock = _hidden_states(architecture, model)
     difference = max(float((a - b).abs().max()) for a, b in zip(active, stock, strict=True))
     return Verification(
-        groups=tuple((group.scheme, group.native, len(group.places())) for group in groups),
+        groups=tuple((group.scheme, group.native, layers[group.id]) for group in groups),
         calls=len(calls),
         difference=difference,
     )

@@ -104,10 +104,13 @@ def test_the_encoder_alone_of_a_converted_t5(tmp_path: Path) -> None:
     ids = call(model)["input_ids"]
     with torch.no_grad():
         assert torch.equal(encoder(ids)[0], model.encoder(ids)[0])
-    hf_posenc.verify(encoder)
+    assert hf_posenc.verify(encoder).groups == (("fire", "remove", len(encoder.encoder.block)),)
     encoder.save_pretrained(tmp_path / "encoder")
     assert same(AutoModelForTextEncoding.from_pretrained(tmp_path / "encoder"), encoder)
     assert not hf_posenc.unpatch(encoder).config.to_dict().get("posenc")
+    hf_posenc.patch(stock("t5"), "fire", stacks="decoder").save_pretrained(tmp_path / "decoder")
+    with pytest.raises(hf_posenc.NotPatchedError, match="no scheme for any layer of the PosencT5EncoderModel"):
+        hf_posenc.verify(AutoModelForTextEncoding.from_pretrained(tmp_path / "decoder"))
 
 
 FRESH_HEADS: list[tuple[str, Any, set[str]]] = [
