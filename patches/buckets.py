@@ -42,7 +42,6 @@ class BucketAttention(PosencAttention):
             causal=self.is_decoder,
             scale=self.scaling,
             dropout=self.dropout if self.training else 0.0,
-            need_weights=bool(call.get("output_attentions")),
             cache=cache,
             index=self.layer_idx,
         )

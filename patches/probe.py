@@ -123,7 +123,6 @@ class FamilyAttention(PosencAttention):
                 causal=self.is_causal,
                 scale=scaling,
                 dropout=dropout,
-                need_weights=bool(call.get("output_attentions")),
                 cache=cache,
                 index=getattr(self, "layer_idx", None),  # models without a cache do not number their layers
                 upcast=getattr(self, "reorder_and_upcast_attn", False) and context.dense,

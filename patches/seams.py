@@ -212,7 +212,7 @@ class PosencAttention(Mixin):
             sinks=layer.sinks,
             dropout=layer.dropout,
             upcast=layer.upcast,
-            need_weights=layer.need_weights or context.dense,
+            need_weights=context.dense,
         )
 
 
@@ -223,7 +223,6 @@ class LayerCall:
     Attributes:
         hidden: Hidden states to project, `[B, S, E]`.
         mask: Mask as transformers prepared it: `None`, or 4-D bool or float.
-        need_weights: Return the weights although the context does not ask for the dense reference.
         rotate: The model's own rotation of queries and keys, used where it is kept. It comes after the scheme's
             projection.
         operands: Queries, keys and values, if they are projected already; `None` calls `project_heads`.
@@ -236,7 +235,6 @@ class LayerCall:
     causal: bool
     scale: float
     dropout: float
-    need_weights: bool = False
     cache: Cache | None = None
     index: int | None = None
     upcast: bool = False
@@ -389,7 +387,7 @@ class PosencBody(Switch):
         if real is None:
             real = real_tokens(mask, past, length)
         ruled = call.get("attention_mask") is None or (mask is not None and mask.ndim == 2)
-        context = self.context(positions, reach, real, coords, ruled=ruled)
+        context = self.context(call, positions, reach, real, coords, ruled=ruled)
         token_cache.refuse_packed(cache)
         # A graph cannot read how much a static cache holds, and takes rows with a mask for padded.
         readable = not traced or (isinstance(past, int) and mask is None)
@@ -409,13 +407,22 @@ class PosencBody(Switch):
         return self.hand_down(call, context)
 
     def context(
-        self, positions: Tensor, reach: int, real: Tensor | None, coords: Tensor | None, *, ruled: bool = False
+        self,
+        call: Mapping[str, Any],
+        positions: Tensor,
+        reach: int,
+        real: Tensor | None,
+        coords: Tensor | None,
+        *,
+        ruled: bool = False,
     ) -> Context:
         """Return what the layers get to know of the new tokens, see `Context`."""
         shared = self._modules.get(SHARED)
         config = self.config
-        # A model that has no other implementation than eager was not asked to be dense.
+        # A model that has no other implementation than eager was not asked to be dense. Some bodies do not hand the
+        # wish for weights to their layers.
         dense = config._attn_implementation == "eager" and bool(self._supports_sdpa or config.output_attentions)
+        dense = dense or bool(call.get("output_attentions"))
         strength = self.posenc_strengths.scheme
         return Context(positions, reach, shared, strength, real=real, coords=coords, ruled=ruled, dense=dense)
 

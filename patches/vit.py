@@ -69,7 +69,7 @@ class ViTBody(PosencBody):
             coords = grid_coords(rows, columns, pixels.device)
         positions = torch.arange(length, device=pixels.device)[None]
         real = real_tokens(call.get("attention_mask"), 0, length)
-        return self.hand_down(call, self.context(positions, length - 1, real, coords))
+        return self.hand_down(call, self.context(call, positions, length - 1, real, coords))
 
     def grid(self, pixels: Tensor) -> tuple[int, int]:
         """Return the numbers of rows and columns of patches."""

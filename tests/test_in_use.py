@@ -108,6 +108,17 @@ def test_every_number_but_0_in_a_mask_is_a_token(architecture: str, number: int)
     assert torch.equal(got, want)
 
 
+@decoders
+def test_weights_are_given_where_they_are_asked_for(architecture: str) -> None:
+    """Also where the body, as that of GPT-2, does not hand the question to its layers."""
+    model, ids = hf_posenc.patch(models.stock(architecture), "alibi"), models.tokens(architecture, 2, 9)
+    given = model(ids, output_attentions=True).attentions
+    assert [weights.shape[2:] for weights in given] == [(9, 9)] * 2
+    model.set_attn_implementation("eager")
+    want = model(ids, output_attentions=True).attentions
+    assert all(map(torch.equal, given, want))
+
+
 def test_keys_ahead_that_are_seen_are_at_no_distance_in_any_form_of_transformer_xl() -> None:
     """As where `generate` restarts the positions of a row padded on the right. One query has a form of its own."""
     geometry = Geometry(heads=2, kv_heads=2, head_dim=4, hidden_size=8)
