@@ -370,6 +370,13 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(
     assert (out / "comparison.json").stat().st_mtime_ns == once
     assert (out / "runs" / "alibi" / "run.json").stat().st_mtime_ns == again
 
+    # What a run records of its start may be lost.
+    for name in ("run.json", "results.json"):
+        (out / "runs" / "alibi" / name).unlink()
+    without = CliRunner().invoke(cli.app, typed)
+    assert "alibi failed" not in without.output
+    assert load(Findings, out / "runs" / "alibi" / "results.json", "").start == ""
+
     other = CliRunner().invoke(cli.app, [*typed[:-1], str(tmp_path)])
     assert other.exit_code == 1
     assert "holds no comparison" in other.output

@@ -154,7 +154,7 @@ class Examiner:
                 for measure in self._comparing:
                     measure(self._original())
                 model = Subject(name, str(folder / MODEL)).load(self._device)
-                known = {"start": record_of(folder)["start"], "start_ratio": _start_ratio(folder)}
+                known = {"start": record_of(folder).get("start", ""), "start_ratio": _start_ratio(folder)}
             self._comparing = []
             report = evaluate({name: model}, self._measures, console=self._console)
             results.save(Findings(name, report, self._cost(recipe, model), **known), path)
