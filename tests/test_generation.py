@@ -47,6 +47,9 @@ def test_agreement_with_the_original(ids: torch.Tensor, architecture: str, monke
     assert (original[0].samples == 1).all()
     assert original[1].at(8).mean == 8
     assert len(original) == (4 if architecture == "t5" else 5)
+    # Greedy is without the penalty that a checkpoint may ask for.
+    model.generation_config.repetition_penalty = 9.0
+    assert torch.equal(generates(model)[0].samples, original[0].samples)
     # Another model is compared with the first, not with itself.
     with torch.no_grad():
         model.get_output_embeddings().weight[: len(ids)] *= -1

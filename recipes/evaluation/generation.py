@@ -140,6 +140,7 @@ class Generation(Measure):
             max_new_tokens=_WRITTEN,
             do_sample=False,
             num_beams=1,
+            repetition_penalty=1.0,  # checkpoints may have another one
             pad_token_id=self._end,
         )
         out = out[:, longest if is_causal else 1 :].cpu()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, default_data_collator
 
@@ -83,7 +84,7 @@ def layer_costs(
         hides: Collator of an encoder or an encoder-decoder, from `corruptor`; `None` for causal models.
         steps: Steps of the transfer.
         batch_size: Windows per step.
-        seed: Random seed of the order of windows.
+        seed: Random seed of the scheme's start and of the order of windows.
         progress: Function called with the number of steps and layers done.
 
     Raises:
@@ -104,7 +105,10 @@ def layer_costs(
     measured = collate([{"input_ids": row, "labels": row} for row in held])
     with kept(list(model.parameters())) as put_back:
         try:
-            patch(model, scheme, **(options or {}))
+            # New parameters are drawn on the CPU. The caller's random state must not change.
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(seed)
+                patch(model, scheme, **(options or {}))
             found = match(
                 model,
                 ids,
