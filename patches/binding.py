@@ -70,7 +70,7 @@ def check(weights: Path, expected: Mapping[str, Tensor]) -> None:
 def fingerprint(model: nn.Module, held: Collection[str]) -> dict[str, list[str]]:
     """Return a fingerprint of the weights under an adapter.
 
-    It digests names, shapes, and up to 1024 evenly spaced values of each parameter. Values are rounded in two ways, to
+    It digests names, shapes, and up to 2047 evenly spaced values of each parameter. Values are rounded in two ways, to
     bfloat16 and through float16, so that the float32 and half-precision forms of a checkpoint share a digest. The
     matrices of linear layers have a part of their own, because quantisation changes only them; schemes are in the rest.
     Modules whose names end as in `held`, which the adapter saves as a whole, are left out.
