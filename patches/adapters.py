@@ -219,7 +219,7 @@ class Kind:
     def _get_adapter_state_dict(self, model: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the weights to save of an adapter, after giving its configuration the class for the model.
 
-        What goes into a model has it already. The configuration of a prompt may be that of several models.
+        That of an adapter inside the model has the class already. That of a prompt may be shared by several models.
         """
         base = _base(model)
         if config.is_prompt_learning and surgery.is_patched(base):

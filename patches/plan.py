@@ -195,7 +195,7 @@ def verify(model: nn.Module) -> Verification:
     if not groups:
         raise NotPatchedError(
             f"verify: the config names no scheme for any layer of the {type(model).__name__}, although its class is "
-            "patched. Convert again."
+            "patched. Convert it, or verify the whole model that it is a part of."
         )
     with attention.recorded() as calls:
         active = _hidden_states(architecture, model)

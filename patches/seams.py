@@ -419,10 +419,10 @@ class PosencBody(Switch):
         """Return what the layers get to know of the new tokens, see `Context`."""
         shared = self._modules.get(SHARED)
         config = self.config
-        # A model that has no other implementation than eager was not asked to be dense. Some bodies do not hand the
-        # wish for weights to their layers.
-        dense = config._attn_implementation == "eager" and bool(self._supports_sdpa or config.output_attentions)
-        dense = dense or bool(call.get("output_attentions"))
+        # A model that has no other implementation than eager was not asked to be dense.
+        eager = config._attn_implementation == "eager" and bool(self._supports_sdpa or config.output_attentions)
+        # Some bodies do not pass `output_attentions` on to their layers.
+        dense = eager or bool(call.get("output_attentions"))
         strength = self.posenc_strengths.scheme
         return Context(positions, reach, shared, strength, real=real, coords=coords, ruled=ruled, dense=dense)
 

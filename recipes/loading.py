@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.resources
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import torch
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import (
     AutoConfig,
@@ -120,6 +123,15 @@ def load(name: str, **options: Any) -> tuple[Any, Any]:
     config, folder = load_config(name), place(name)
     with reading(f"The model {name!r}"):
         return language_class(name, config).from_pretrained(folder, **options).eval(), load_tokenizer(folder)
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw new parameters, within the context, from a seed; the caller's random state does not change."""
+    # They are drawn on the CPU.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 def load_tokenizer(name: str) -> Any:

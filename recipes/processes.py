@@ -10,6 +10,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType, parse_flag_from_env
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 # Multiplications with weights per forward that pay for one more thread. Measured on two cores with the built-in model
 # (468,000 weights): in windows of 1,024 tokens and batches of 8, slightly below this for each of two threads, one
@@ -28,6 +29,19 @@ def processes() -> PartialState:
         # torch can shard on a CPU, but accelerate would silently use DDP there.
         state.distributed_type = DistributedType.MULTI_GPU
     return state
+
+
+def sharding(model: nn.Module, *, in_part: bool) -> dict[str, str]:
+    """Return accelerate's settings of FSDP for the next stage of a run, which trains a model, or only a part of it.
+
+    A part that was sharded alone could not be sharded again with the model, so it is not sharded. What an earlier stage
+    has sharded stays as it is.
+    """
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.reshard()  # A measurement gathers the weights outside of the layers, and leaves them so.
+    settings = {"ACCELERATE_USE_FSDP": "false"} if in_part else {}
+    return settings | ({"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"} if sharded else {})
 
 
 @contextlib.contextmanager

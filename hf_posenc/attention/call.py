@@ -224,7 +224,7 @@ class Executor(ABC):
         return True
 
     def computes(self, call: Call) -> bool:
-        """Whether the executor computes softcap, sinks and window of a call correctly; it knows the scheme."""
+        """Whether the executor computes this call right, for instance its softcap; it knows the scheme already."""
         return True
 
     def pays(self, call: Call) -> bool:

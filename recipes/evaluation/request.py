@@ -80,9 +80,7 @@ class Subject:
 
         The seed is that of an untrained scheme; without a dtype, it is that of the checkpoint.
         """
-        # New parameters are drawn on the CPU. The caller's random state must not change.
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
+        with loading.seeded(seed):
             model, _ = loading.load(self.base, **({} if dtype is None else {"dtype": dtype}))
             if self.base != self.source:
                 model = adapters.merged(model, self.source)

@@ -21,7 +21,6 @@ import torch
 from accelerate.utils import patch_environment
 from filelock import BaseFileLock, FileLock
 from rich.console import Console
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Subset
 from transformers import TrainerCallback, TrainerState, default_data_collator, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
@@ -40,7 +39,7 @@ from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.evaluation.perplexity import context_curve, contexts_for
 from hf_posenc.recipes.loading import is_masked, load
 from hf_posenc.recipes.memory import micro_batches
-from hf_posenc.recipes.processes import enough_threads, processes
+from hf_posenc.recipes.processes import enough_threads, processes, sharding
 from hf_posenc.recipes.runs import files, report
 from hf_posenc.recipes.runs.facts import Facts, print_header
 from hf_posenc.recipes.runs.files import CHECKPOINTS, MODEL, RECIPE, RUN, has_begun, record_of
@@ -371,15 +370,7 @@ class _Run:
         text = "" if is_transfer else "text_loss" if is_main and self.teacher is not None else "loss"
         # By default TensorBoard writes next to the unfinished checkpoints, which are removed. Stages begin at step 0.
         logs = Path(os.environ.get(_LOGS_VARIABLE, self.folder / files.LOGS)) / stage.name
-        variables = {_LOGS_VARIABLE: str(logs)}
-        if is_transfer:
-            # Attentions that are divided without their model could not be divided with it in the training.
-            variables["ACCELERATE_USE_FSDP"] = "false"
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                # The training has divided the model, and its last measurement put together what is in no layer.
-                variables["FSDP_AUTO_WRAP_POLICY"] = "NO_WRAP"
-                module.reshard()
+        variables = {_LOGS_VARIABLE: str(logs), **sharding(model, in_part=is_transfer)}
         showing = Progress(self.console, stage.tokens(facts.length), text=text)
         with showing as progress, patch_environment(**variables):
             trainer = adaptation_trainer(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, default_data_collator
 
@@ -15,6 +14,7 @@ from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.patch import patch, unpatch
 from hf_posenc.patches.surgery import SHARED, is_patched
 from hf_posenc.recipes.data.collation import Corruptor
+from hf_posenc.recipes.loading import seeded
 from hf_posenc.recipes.training.starts import check_windows, held_out, kept, mean_loss
 from hf_posenc.recipes.training.transfer import JUDGED, match, places_of
 
@@ -105,9 +105,7 @@ def layer_costs(
     measured = collate([{"input_ids": row, "labels": row} for row in held])
     with kept(list(model.parameters())) as put_back:
         try:
-            # New parameters are drawn on the CPU. The caller's random state must not change.
-            with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(seed)
+            with seeded(seed):
                 patch(model, scheme, **(options or {}))
             found = match(
                 model,
