@@ -32,15 +32,15 @@ NATIVE, CONTROL = "native", "native + training"
 UNTAUGHT = ["distillation={}"]
 KEEPS = ["conversion.fit=null", "transfer={}", "training.skip_to=null"]
 KEPT = ["conversion.native=keep", *KEEPS, *UNTAUGHT]
-# Attention transfer in steps of one window, then nothing but the predictions of the model that is converted: of the
-# trained control, since the original cannot teach what the control has learned from the text.
+# Attention transfer, in steps of one window unless told otherwise, then nothing but the predictions of the model that
+# is converted: of the trained control, since the original cannot teach what the control has learned from the text.
 REPLACED = [
     "model={control}",
     "conversion.native=remove",
     "conversion.fit=null",
     "distillation={share: 1.0}",
     "transfer.steps={transfer}",
-    "transfer.batch_size=1",
+    "transfer.batch_size={transfer_batch}",
 ]
 REMOVED = [*REPLACED, "conversion.options={}"]
 # The recipe of each conversion and what is changed in it; `{far}` is the longest measured context.
@@ -67,10 +67,10 @@ CONVERSIONS: dict[str, tuple[str, list[str]]] = {
 NEAR, FAR = ((128, 512, 1024), 64), ((512, 4096), 16)
 # The same during a run.
 COURSE, AT = ((128, 512), 16), 512
-# Tokens of training at which the table gives the ratio, and the tokens between two measurements.
-POINTS, EVERY = (0, 50_000, 100_000, 200_000, 500_000, 1_000_000, 2_000_000), 50_000
+# Tokens read, of all stages, at which the table gives the ratio, and the tokens between two measurements.
+POINTS, EVERY = (0, 50_000, 100_000, 200_000, 500_000, 1_000_000, 1_500_000, 2_000_000), 50_000
 
-# Columns of the table of runs. The tokens of a transfer are those before the plus.
+# Columns of the table of runs. The tokens are those of the transfer, of the training, and of long windows after it.
 RUN = ("", "recipe", "changes", "tokens", "windows per step", "precision", "tokens/s", "peak memory (GiB)")
 
 
@@ -84,6 +84,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2_000_000, help="tokens of each training")
     parser.add_argument(
         "--transfer", type=int, default=500_000, help="tokens of the transfer before it, if there is one"
+    )
+    parser.add_argument("--transfer-batch", type=int, default=1, help="windows of a step of the transfer")
+    parser.add_argument(
+        "--lengthen", type=int, default=0, help=f"tokens of long windows after the training, each of {FAR[0][-1]:,}"
     )
     parser.add_argument("--length", type=int, default=512, help="tokens of a window")
     parser.add_argument("--batch", type=int, default=4, help="windows of a step")
@@ -154,7 +158,8 @@ def converted(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     recipe, own = CONVERSIONS[name]
     folder = folder_of(name, arguments)
     step = arguments.batch * arguments.length
-    transfer = arguments.transfer // arguments.length
+    transfer = arguments.transfer // (arguments.transfer_batch * arguments.length)
+    far = FAR[0][-1]
     changes = {
         "model": arguments.model,
         "data.source": arguments.train,
@@ -168,9 +173,16 @@ def converted(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "evaluation.contexts": list(COURSE[0]),
         "evaluation.windows": COURSE[1],
         "evaluation.every": max(1, EVERY // step),
+        "lengthen.steps": arguments.lengthen // far,
+        **({"lengthen.length": far, "lengthen.batch_size": 1} if arguments.lengthen else {}),
         **dict(change.split("=", 1) for change in (*own, *arguments.changes)),
     }
-    fields = {"far": FAR[0][-1], "transfer": transfer, "control": folder_of(CONTROL, arguments) / "model"}
+    fields = {
+        "far": far,
+        "transfer": transfer,
+        "transfer_batch": arguments.transfer_batch,
+        "control": folder_of(CONTROL, arguments) / "model",
+    }
     given = [f"{key}={value}" for key, value in changes.items()]
     for field, value in fields.items():
         given = [change.replace(f"{{{field}}}", str(value)) for change in given]
@@ -181,17 +193,22 @@ def converted(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         run.returncode = os.waitstatus_to_exitcode(status)
     if run.returncode:
         sys.exit(f"{name}: the training failed, see above. The same command goes on with it.")
+    # Steps of each stage, and the tokens of a step.
+    stages = {
+        "transfer": (transfer * (REPLACED[-1] in own), arguments.transfer_batch * arguments.length),
+        "tokens": (changes["training.steps"], step),
+        "lengthen": (arguments.lengthen // far, far),
+    }
     return {
         "recipe": recipe,
         "changes": own + arguments.changes,
-        "tokens": changes["training.steps"] * step,
-        "transfer": transfer * arguments.length * (REPLACED[-1] in own),
+        **{name: steps * size for name, (steps, size) in stages.items()},
         "seed": arguments.seed,
         "batch": arguments.batch,
         "speed": re.findall(r"([\d,]+) tokens/s", (folder / "table.md").read_text(encoding="utf-8")),
         # On a GPU, the memory of the process is not where the model is.
         "peak": None if torch.cuda.is_available() else round(usage.ru_maxrss / 2**20, 2),
-        "course": course(folder, step),
+        "course": course(folder, [*stages.values()]),
         "after": after(folder / "model", arguments),
     }
 
@@ -201,20 +218,32 @@ def folder_of(name: str, arguments: argparse.Namespace) -> Path:
     return Path(arguments.runs) / re.sub(r"\W+", "-", name)
 
 
-def course(folder: Path, step: int) -> list[tuple[str | int, Any]]:
-    """Return the perplexities during a run by tokens of training, at the points of the table, and of the original."""
+def course(folder: Path, stages: Sequence[tuple[int, int]]) -> list[tuple[str | int, Any]]:
+    """Return the perplexities during a run by tokens read, at the points of the table, and of the original.
+
+    `stages` are their numbers of steps, and the tokens of a step.
+    """
     from hf_posenc.recipes.runs.measurements import NATIVE as ORIGINAL
     from hf_posenc.recipes.runs.measurements import Measurements
 
     measurements = Measurements.load(folder / "measurements.json", writes=False)
-    steps = measurements.course()
-    nearest = {min((at for at, _ in steps), key=lambda at: abs(at * step - point)) for point in POINTS}
+    found = [(read(step, stages), grid) for step, grid in measurements.course()]
+    nearest = {min((at for at, _ in found), key=lambda at: abs(at - point)) for point in POINTS}
     original = measurements.at(ORIGINAL)
     assert original is not None
     return [
         (NATIVE, plain(original)),
-        *((at * step, plain(grid)) for at, grid in steps if at in nearest),
+        *((at, plain(grid)) for at, grid in found if at in nearest),
     ]
+
+
+def read(step: int, stages: Sequence[tuple[int, int]]) -> int:
+    """Return the tokens read until a step, counted over all stages."""
+    tokens = 0
+    for steps, size in stages:
+        tokens += min(step, steps) * size
+        step = max(0, step - steps)
+    return tokens
 
 
 def after(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -286,7 +315,7 @@ def publish(found: dict[str, Any], arguments: argparse.Namespace) -> None:
         name = NATIVE if CONTROL not in found else CONTROL
         panel = Panel(
             lines={one: [(at, ratio.times(100)) for at, ratio in line if at] for one, line in courses.items()},
-            x="tokens of training",
+            x="tokens read",
             y=f"perplexity at {AT} tokens, in % of {name}",
             level=(100, name),
         )
@@ -322,7 +351,8 @@ def lines(found: dict[str, Any], courses: Mapping[str, list[tuple[int, Any]]]) -
         f"Perplexity of the last 64 tokens of {windows} held-out windows ({fewer} at {far[-1]:,} tokens), spread "
         "evenly over a text that nothing was trained or chosen on. Ratios are paired by window, in %, "
         f"with 95 % intervals. *Control*: {CONTROL}, the original after training on the text; what `model={{control}}` "
-        "stands at below began from it, and learned from it. The last table has the tokens that each run read. *Own*: "
+        "stands at below began from it, and learned from it. The last table has the tokens that each run read: of the "
+        "attention transfer, of the training, and of windows as long as the longest context, after it. *Own*: "
         f"the same model at {far[0]} tokens, on the {fewer} windows."
     )
     for name in (NATIVE, CONTROL):
@@ -346,10 +376,10 @@ def lines(found: dict[str, Any], courses: Mapping[str, list[tuple[int, Any]]]) -
         )
     if courses:
         level = "the control at its end" if CONTROL in found else "the original"
-        yield from ("", f"## By tokens of training, in % of {level}", "")
+        yield from ("", f"## By tokens read, in % of {level}", "")
         yield (
-            f"At {AT} tokens, on {fewest} windows. The rates have not fallen yet where a run goes on, so a run of "
-            "fewer tokens ends lower."
+            f"At {AT} tokens, on {fewest} windows, by the tokens of all stages together. The rates have not fallen yet "
+            "where a run goes on, so a run of fewer tokens ends lower."
         )
         yield ""
         yield from heading("", *(f"{point:,}" for point in POINTS))
@@ -360,12 +390,13 @@ def lines(found: dict[str, Any], courses: Mapping[str, list[tuple[int, Any]]]) -
         for name in courses:
             entry = found[name]
             changes = ", ".join(f"`{change}`" for change in entry["changes"])
+            by_stage = (entry["transfer"], entry["tokens"], entry.get("lengthen", 0))
             speed = ", ".join(entry["speed"])
             yield row(
                 name,
                 entry["recipe"],
                 changes,
-                f"{entry['transfer']:,} + {entry['tokens']:,}" if entry["transfer"] else f"{entry['tokens']:,}",
+                " + ".join(f"{tokens:,}" for tokens in by_stage if tokens),
                 str(entry.get("batch", 4)),
                 entry.get("precision", "bfloat16"),
                 speed,

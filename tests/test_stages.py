@@ -110,6 +110,22 @@ def test_a_stage_leaves_no_optimizer_behind_and_a_teacher_goes_when_it_has_faded
     assert len(held) == 3
 
 
+@pytest.mark.parametrize(("until", "taught"), [(0, [False, True, True]), (0.5, [False, True, False])])
+def test_long_windows_keep_a_teacher_that_has_not_faded(
+    until: float, taught: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, found = run._go_on, []
+
+    def watched(trainer: Any, checkpoint: Path | None) -> None:
+        found.append(trainer._teacher is not None)
+        go_on(trainer, checkpoint)
+
+    monkeypatch.setattr(run, "_go_on", watched)
+    changes = ("transfer={steps: 1}", "training.steps=1", f"distillation={{share: 1.0, until: {until}}}")
+    run.train(recipe_of(LONG, *changes), tmp_path / "out")
+    assert found == taught
+
+
 def test_the_transfer_brings_attention_nearer(whole: run.Outcome) -> None:
     course = dict(whole.measurements.course())
     assert course[20].at(64).mean < course[0].at(64).mean

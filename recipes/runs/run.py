@@ -364,10 +364,11 @@ class _Run:
         self, stage: Stage, model: Any, data: Prepared, facts: Facts, callback: TrainerCallback, *, ends: bool
     ) -> tuple[AdaptationTrainer, Pace | None]:
         """Run a stage that trains a model or its attentions; return its trainer and its pace."""
-        is_main, is_transfer = stage.name == "training", stage.name == "transfer"
-        folder = self.checkpoints if is_main else self.checkpoints / stage.name
+        is_transfer = stage.name == "transfer"
+        folder = self.checkpoints if stage.name == "training" else self.checkpoints / stage.name
+        teacher = self.teacher if stage.recipe.distillation.distils else None
         checkpoints = files.WholeCheckpoints(folder, keep=self.recipe.saving.keep)
-        text = "" if is_transfer else "text_loss" if is_main and self.teacher is not None else "loss"
+        text = "" if is_transfer else "loss" if teacher is None else "text_loss"
         # By default TensorBoard writes next to the unfinished checkpoints, which are removed. Stages begin at step 0.
         logs = Path(os.environ.get(_LOGS_VARIABLE, self.folder / files.LOGS)) / stage.name
         variables = {_LOGS_VARIABLE: str(logs), **sharding(model, in_part=is_transfer)}
@@ -379,14 +380,14 @@ class _Run:
                 data.train,
                 folder=checkpoints.unfinished,
                 collate=data.collate,
-                teacher=self.teacher if is_main else None,
+                teacher=teacher,
                 callbacks=[callback, progress, checkpoints, files.STOP],
                 saves_end=not (ends or is_transfer),
             )
             trainer.args.run_name = self.folder.resolve().name
-            if is_main:
+            if teacher is not None and self.recipe.distillation.until:
                 # Leave the only reference to the trainer, which frees the teacher when it has faded.
-                self.teacher = None
+                self.teacher = teacher = None
             _go_on(trainer, files.last(folder))
         return trainer, progress.pace
 

@@ -182,7 +182,7 @@ class Transfer(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Lengthening(Section):
-    """Long windows, after training: cross entropy on the text, without a teacher.
+    """Long windows, after training: with its teacher, unless that fades (`distillation.until`).
 
     Attributes:
         steps: Optimizer steps; 0 is off.

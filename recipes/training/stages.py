@@ -114,12 +114,15 @@ class Stage:
 
 def stages(recipe: Recipe, model: nn.Module) -> list[Stage]:
     """Return the stages of a recipe for a model, from whose size rates follow that are null."""
-    # The training alone has a teacher, and brings in the scheme.
-    plain = replace(recipe, conversion=replace(recipe.conversion, scheme=None), distillation=Distillation())
+    # The training alone brings in the scheme. What follows it keeps the teacher unless that has faded: without it, a
+    # few steps on the text undo a part of what the teacher taught.
+    follows = replace(recipe, conversion=replace(recipe.conversion, scheme=None))
+    if recipe.distillation.until:
+        follows = replace(follows, distillation=Distillation())
+    bases = {"transfer": replace(follows, distillation=Distillation()), "training": recipe, "lengthen": follows}
     found, begins = [], 0
     for name, settings in recipe.stages().items():
         kind: Name = "fit" if name == "transfer" and not recipe.moves_projections else name
-        base = recipe if name == "training" else plain
-        found.append(Stage(name, replace(base, training=with_rates(settings, model, kind)), begins))
+        found.append(Stage(name, replace(bases[name], training=with_rates(settings, model, kind)), begins))
         begins += settings.steps
     return found
