@@ -382,10 +382,14 @@ def lines(found: dict[str, Any], courses: Mapping[str, list[tuple[int, Any]]]) -
             "where a run goes on, so a run of fewer tokens ends lower."
         )
         yield ""
-        yield from heading("", *(f"{point:,}" for point in POINTS))
-        for name, line in courses.items():
-            at = {min(POINTS, key=lambda point: abs(point - tokens)): ratio for tokens, ratio in line}
-            yield row(name, *(RATIO.write(at[point]) if point in at else "-" for point in POINTS))
+        table = {
+            name: {min(POINTS, key=lambda point: abs(point - tokens)): ratio for tokens, ratio in line}
+            for name, line in courses.items()
+        }
+        points = [point for point in POINTS if any(point in at for at in table.values())]
+        yield from heading("", *(f"{point:,}" for point in points))
+        for name, at in table.items():
+            yield row(name, *(RATIO.write(at[point]) if point in at else "-" for point in points))
         yield from ("", "## Runs", "", *heading(*RUN))
         for name in courses:
             entry = found[name]
