@@ -21,7 +21,7 @@ from transformers import (
 
 import hf_posenc
 from hf_posenc import NotPatchedError, OptionError, ShapeError
-from hf_posenc.recipes.data.collation import PositionSkipping
+from hf_posenc.recipes.data.collation import MixedLengths, PositionSkipping
 from hf_posenc.recipes.training import distillation
 from hf_posenc.recipes.training.callbacks import Annealing, Handover
 from hf_posenc.recipes.training.distillation import Distilling, Teacher, divergence, hidden_distance
@@ -170,6 +170,20 @@ def test_position_skipping_trains_and_refuses(tmp_path: Path) -> None:
     assert max(seen) > 16
     with pytest.raises(ShapeError, match="windows of 16 tokens"):
         PositionSkipping(8)(windows("llama", 2))
+
+
+def test_some_batches_of_long_windows_are_cut() -> None:
+    batches = tokens("llama", 200, 20).split(2)
+    for share, least, most in ((0.5, 30, 70), (0.0, 0, 0), (1.0, 100, 100)):
+        mixed = MixedLengths(8, share=share)
+        found = [mixed([{"input_ids": row, "labels": row} for row in rows]) for rows in batches]
+        cut = [(rows, batch) for rows, batch in zip(batches, found, strict=True) if batch["input_ids"].shape[1] == 8]
+        assert least <= len(cut) <= most
+        for rows, batch in cut:
+            assert torch.equal(batch["input_ids"].view(2, 16), rows[:, :16])
+            assert torch.equal(batch["labels"], batch["input_ids"])
+    # Windows that are no longer stay as they are.
+    assert torch.equal(MixedLengths(20, share=1.0)([{"input_ids": batches[0][0]}])["input_ids"], batches[0][:1])
 
 
 # -- distillation ------------------------------------------------------------------------------------------------------

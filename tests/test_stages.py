@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import json
 import os
 import weakref
@@ -111,19 +112,22 @@ def test_a_stage_leaves_no_optimizer_behind_and_a_teacher_goes_when_it_has_faded
 
 
 @pytest.mark.parametrize(("until", "taught"), [(0, [False, True, True]), (0.5, [False, True, False])])
-def test_long_windows_keep_a_teacher_that_has_not_faded(
+def test_long_windows_are_mixed_with_short_ones_and_keep_a_teacher_that_has_not_faded(
     until: float, taught: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, found = run._go_on, []
+    go_on, found, shapes = run._go_on, [], list[set[tuple[int, ...]]]()
 
     def watched(trainer: Any, checkpoint: Path | None) -> None:
         found.append(trainer._teacher is not None)
+        read = itertools.islice(trainer.get_train_dataloader(), 12)
+        shapes.append({tuple(batch["input_ids"].shape) for batch in read})
         go_on(trainer, checkpoint)
 
     monkeypatch.setattr(run, "_go_on", watched)
     changes = ("transfer={steps: 1}", "training.steps=1", f"distillation={{share: 1.0, until: {until}}}")
     run.train(recipe_of(LONG, *changes), tmp_path / "out")
     assert found == taught
+    assert shapes[1:] == [{(2, 64)}, {(1, 128), (2, 64)}]
 
 
 def test_the_transfer_brings_attention_nearer(whole: run.Outcome) -> None:

@@ -1,4 +1,4 @@
-"""Collators of training: position skipping, denoising for encoder-decoders, and masking for encoders.
+"""Collators of training: skipped positions, mixed lengths, denoising for encoder-decoders, and masking for encoders.
 
 All take windows `[B, n]` of token ids and work as the `data_collator` of any `Trainer`. Draws depend only on the seed
 and the tokens, so a resumed run, or one with several data workers, draws the same. For packed documents use
@@ -63,6 +63,28 @@ class PositionSkipping:
         cut = 1 + int(torch.randperm(tokens - 1, generator=draw)[0])
         gap = int(torch.randint(self.length - tokens + 1, (), generator=draw))
         return torch.arange(tokens) + gap * (torch.arange(tokens) >= cut)
+
+
+class MixedLengths:
+    """Cut some batches of long windows into windows of `length` tokens, or a model unlearns short texts.
+
+    What is left at the end of a window is dropped. The seed draws the batches, so many that `share` of all are cut.
+    `collate` makes the batch; by default it stacks.
+    """
+
+    def __init__(
+        self, length: int, *, share: float = 0.5, seed: int = 0, collate: Collator = default_data_collator
+    ) -> None:
+        self.length, self.share, self.seed, self._collate = length, share, seed, collate
+
+    def __call__(self, examples: list[Any]) -> dict[str, Tensor]:
+        """Return the batch `[B, n]`, or `[B x (n // length), length]`."""
+        ids = torch.as_tensor(examples[0]["input_ids"])
+        draw = torch.rand((), generator=content_generator(ids, self.seed))
+        if len(ids) > self.length and float(draw) < self.share:
+            parts = [slice(end - self.length, end) for end in range(self.length, len(ids) + 1, self.length)]
+            examples = [{name: row[part] for name, row in each.items()} for each in examples for part in parts]
+        return self._collate(examples)
 
 
 class Denoising:

@@ -46,6 +46,7 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
         ("data", "held_out_share", data.held_out is None, "data.held_out: null"),
         ("transfer", all_but_steps, "transfer" in recipe.stages(), "transfer.steps above 0"),
         ("lengthen", all_but_steps, recipe.lengthen.steps > 0, "lengthen.steps above 0"),
+        ("lengthen", "short", recipe.lengthen.length is not None, "lengthen.length"),
         ("distillation", "until teacher", distils, "distillation.share or distillation.hidden above 0"),
         ("adapter", "rank alpha dropout targets", kind == "lora", "adapter.kind: lora"),
         ("adapter", "four_bit", kind != "none", "adapter.kind: lora or scheme"),

@@ -187,6 +187,8 @@ class Lengthening(Section):
     Attributes:
         steps: Optimizer steps; 0 is off.
         length: Tokens per window; null is that of the training.
+        short: Share of the batches to cut into windows as long as those of the training, so that the model does not
+            unlearn short texts; 0 is off.
         skip_to: Text length whose positions are trained on by skipping some (PoSE); null is off.
         batch_size: Windows per optimizer step; null is that of the training.
         micro_batch_size: Windows per forward of one process; null is its whole share of the batch.
@@ -196,6 +198,7 @@ class Lengthening(Section):
 
     steps: CountOrNone = 0
     length: Length | None = None
+    short: Share = 0.5
     skip_to: Count | None = None
     batch_size: Count | None = None
     micro_batch_size: Count | None = None
@@ -328,11 +331,13 @@ class Recipe(Section):
             )
         found["training"] = training
         if lengthen.steps:
-            inherited = {
+            own = {
+                **vars(lengthen),
                 "length": lengthen.length or training.length,
                 "batch_size": lengthen.batch_size or training.batch_size,
             }
-            found["lengthen"] = replace(training, **(vars(lengthen) | inherited))
+            del own["short"]
+            found["lengthen"] = replace(training, **own)
         return found
 
     @property
