@@ -331,6 +331,9 @@ def explain(model: PreTrainedModel, *, length: int | None = None) -> Explanation
     try:
         with evaluating(model):
             for body in architecture.stacks(model).values():
+                geometry = architecture.geometry(body, 0)
+                if geometry.axes > 1 and geometry.max_positions is not None:
+                    length = geometry.max_positions  # that of an image
                 choices += _choices(body, architecture.example(body), length)
     except PositionError as error:
         raise PositionError(

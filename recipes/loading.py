@@ -83,8 +83,8 @@ def language_class(name: str, config: Any) -> Any:
     kind = auto_class(config)
     if type(config) not in kind._model_mapping:
         raise RecipeError(
-            f"The model {name!r} is a {config.model_type}, which writes no text: expected a language model. To "
-            "train this one, patch it and train it as any other of its kind."
+            f"The model {name!r} is a {config.model_type}, which writes no text; recipes and measures are for "
+            "language models. Patch this one in Python, and train and measure it as any other of its kind."
         )
     return kind
 

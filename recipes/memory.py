@@ -45,7 +45,9 @@ def need(model: nn.Module, recipe: Recipe, length: int) -> Need:
     weights = list(model.parameters())
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     trains_all, teaches = recipe.adapter.kind == "none", recipe.distillation.distils
-    own = sum(weight.numel() for weight in weights) * (4 if trains_all else weights[0].element_size())
+    # Under an adapter, the original is there without a copy.
+    is_within = not trains_all and recipe.conversion.scheme is not None and recipe.distillation.teacher is None
+    own = sum(weight.numel() for weight in weights)
     config = inner.config.get_text_config()
     vocabulary, hidden, layers = config.vocab_size, config.hidden_size, config.num_hidden_layers
     channels = sum(sum(weight.shape) for weight in weights if weight.ndim == 2 and vocabulary not in weight.shape)
@@ -53,7 +55,8 @@ def need(model: nn.Module, recipe: Recipe, length: int) -> Need:
         channels = channels // layers + layers * hidden
     element = 4 if recipe.training.precision == "float32" else 2
     of_token = channels * element + vocabulary * 4 * (5 if teaches else 3)
-    return Need(own * (2 if teaches and trains_all else 1) + trained * 12, length * of_token)
+    loaded = own * (4 if trains_all else weights[0].element_size())
+    return Need(loaded + own * 4 * (teaches and not is_within) + trained * 12, length * of_token)
 
 
 def available(device: torch.device, count: int = 1) -> int:

@@ -283,6 +283,14 @@ def test_those_that_remember() -> None:
     }
 
 
+def test_a_plan_of_a_config_names_no_size_that_follows_from_the_weights() -> None:
+    stock = LlamaForCausalLM(LlamaConfig(**SHAPES))
+    plans = [hf_posenc.plan(given, "sinusoidal").options["decoder"] for given in (stock, stock.config)]
+    assert plans[1] == {**plans[0], "scale": None}
+    hf_posenc.patch(stock, "sinusoidal")
+    assert stock.config.posenc["groups"][0]["stacks"]["decoder"]["options"] == plans[0]
+
+
 def test_a_config_may_give_the_name_of_its_dtype() -> None:
     named, config = LlamaConfig(**SHAPES), LlamaConfig(**SHAPES)
     named.dtype, config.dtype = "float16", torch.float16

@@ -404,12 +404,18 @@ BAD = {
         ["no key 'training.stpes'", "'steps'"],
     ),
     "no such model": ("train swap scheme=fire model=./no --dry-run", ["no directory"]),
+    "no such teacher": ("train swap scheme=fire distillation.teacher=./no --dry-run", ["There is no directory ./no"]),
     "dry run of what is refused": (
         "train swap scheme=fire training.skip_to=100 --dry-run",
         ["training.skip_to is 100"],
     ),
+    "dry run of a transfer that cannot be": (
+        "train swap scheme=sinusoidal native=remove transfer.steps=2 --dry-run",
+        ["sinusoidal acts on the inputs"],
+    ),
     "dry run on a converted model": ("train swap scheme=kerple model={converted} --dry-run", ["is converted already"]),
     "recipes for a model of images": ("recipes --for {images}", ["is a vit, which writes no text"]),
+    "eval of a model of images": ("eval {images} --out {empty}/out", ["is a vit, which writes no text"]),
     "plan of a run that trained an adapter": ("plan {adapted} fire", ["The run trained an adapter"]),
     "extending a converted model": ("train extend model={converted} --dry-run", ["its own rotation is gone"]),
     "recipe over something else": ("train swap scheme=fire --out {llama}", ["exists, and holds no run"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -18,6 +19,7 @@ import datasets
 import pytest
 import torch
 from models import DIRECTORIES, checkpoint
+from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
@@ -42,6 +44,7 @@ from hf_posenc.recipes.evaluation import (
     InductionCopy,
     NeedleRetrieval,
     context_curve,
+    measure,
 )
 from hf_posenc.recipes.evaluation.grid import PERPLEXITY, share, successes
 from hf_posenc.recipes.evaluation.measure import Workers
@@ -503,6 +506,15 @@ def test_an_encoder_decoder_is_measured_by_what_is_defined_for_it(tmp_path: Path
     ids = token_ids(read_text(str(tmp_path / "mine.txt")), tokenizer)
     (expected,) = ContextPerplexity(ids, (64,), windows=2, corrupt=Denoising(tokenizer).corrupt)(checkpoint("t5"))
     torch.testing.assert_close(report["perplexity"].models["t5"][0].samples, expected.samples)
+
+
+def test_lines_of_progress_where_there_is_no_bar(ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_INTERVAL", 0.0)
+    console, measures = Console(file=io.StringIO()), [ContextPerplexity(ids, (64,), windows=3)]
+    hf_posenc.evaluate({"a": checkpoint("llama")}, measures, batch_size=1, console=console)
+    lines = console.file.getvalue().splitlines()
+    assert lines[:3] == [f"a: perplexity, {done} of 3 batches" for done in range(3)]
+    assert lines[3].startswith("a: perplexity (100% after")
 
 
 def test_models_are_compared_in_one_dtype(tmp_path: Path) -> None:

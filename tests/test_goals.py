@@ -257,6 +257,13 @@ def test_micro_batches_fit_the_memory() -> None:
     weights = sum(weight.numel() for weight in model.parameters())
     assert need.fixed == 16 * weights  # weights, gradients and two moments in float32
     assert memory.need(model, read("llama", "swap", "scheme=fire"), 128).fixed == 20 * weights  # and a teacher
+    # An adapter needs no copy of the original, but a teacher of its own is one.
+    tuned = [
+        memory.need(model.requires_grad_(False), read("llama", "swap", "scheme=fire", "adapter=lora", *of), 128).fixed
+        for of in ((), ("distillation.teacher=other",))
+    ]
+    assert tuned == [4 * weights, 8 * weights]
+    model.requires_grad_(True)
     assert memory.need(skeleton(CONFIGS["llama"]), recipe, 128) == need
     plenty, tight = 2 * need.of(8), int(1.01 * need.of(2) / 0.8)
     assert memory.micro_batch(Training(), need, plenty)[0] is None

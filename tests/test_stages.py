@@ -130,6 +130,14 @@ def test_long_windows_are_mixed_with_short_ones_and_keep_a_teacher_that_has_not_
     assert shapes[1:] == [{(2, 64)}, {(1, 128), (2, 64)}]
 
 
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_long_windows_after_a_handover_know_no_table(adapter: str, tmp_path: Path) -> None:
+    table = stock("gpt2").config.n_positions
+    changes = ("transfer={}", "conversion.native=handover", f"adapter={adapter}", "training.steps=2")
+    changes += (f"lengthen={{steps: 1, length: {2 * table}, batch_size: 1}}",)
+    assert run.train(recipe_of(*changes, architecture="gpt2"), tmp_path / "out").loss is not None
+
+
 def test_the_transfer_brings_attention_nearer(whole: run.Outcome) -> None:
     course = dict(whole.measurements.course())
     assert course[20].at(64).mean < course[0].at(64).mean
@@ -339,3 +347,4 @@ def test_what_a_transfer_cannot_do(tmp_path: Path) -> None:
     assert Recipe.read("swap", ["scheme=kerple", "fit=attention", "transfer.batch_size=2"]).transfer.batch_size == 2
     with pytest.raises(OptionError, match="adds its own encoding"):
         run.train(recipe_of("conversion.native=remove", architecture="gpt2"), tmp_path / "out")
+    assert not (tmp_path / "out" / files.MEASUREMENTS).exists()

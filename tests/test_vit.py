@@ -345,6 +345,11 @@ def test_plan_of_a_config_that_names_no_class() -> None:
     assert hf_posenc.plan(ViTConfig(**IMAGES), "alibi").architecture == "vit"
 
 
+def test_explain_counts_the_tokens_of_an_image() -> None:
+    found = hf_posenc.explain(hf_posenc.patch(make(), "alibi"), length=99)
+    assert (found.length, found.layers[0].step) == (1 + PATCHES, None)
+
+
 def test_embeddings_and_layers_stay_whole_on_a_device() -> None:
     model = hf_posenc.patch(make(), "tape")
     assert set(model._no_split_modules) == {"PosencViTEmbeddings", "PosencViTLayer"}

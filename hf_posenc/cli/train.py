@@ -171,9 +171,12 @@ def _plan(recipe: Recipe) -> str:
     from hf_posenc.recipes.schema import checks
     from hf_posenc.recipes.training.adapter import attach, check_targets
     from hf_posenc.recipes.training.stages import stages
+    from hf_posenc.recipes.training.trainer import check_teacher
+    from hf_posenc.recipes.training.transfer import AttentionTransfer
 
     config = loading.load_config(recipe.model)
     checks.check_unconverted(recipe, config)
+    check_teacher(recipe, config)
     length, own = checks.lengths(recipe, config)
     longest = max(stage.length or length for stage in recipe.stages().values())
     tokenizer = loading.load_tokenizer(loading.place(recipe.model))
@@ -185,6 +188,8 @@ def _plan(recipe: Recipe) -> str:
         patching.patch(model, conversion.scheme, **conversion.keywords)
     checks.check_tables(recipe, model, length)
     model = attach(model, recipe.adapter)
+    if "transfer" in recipe.stages():
+        AttentionTransfer(model, projections=recipe.moves_projections)  # It refuses what it cannot transfer.
     _, estimate = micro_batches(recipe, model, length)
     facts = Facts.of(
         model,

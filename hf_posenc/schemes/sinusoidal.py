@@ -50,7 +50,7 @@ class Sinusoidal(Scheme):
             rms = geometry.embedding_rms
             expected = "a number, as the model's token embeddings hold NaN or infinity; better, load its weights again"
             self.require(rms is None or math.isfinite(rms), "scale", scale, expected)
-            scale = 1.0 if rms is None else rms / math.sqrt(0.5)
+            scale = None if rms is None else rms / math.sqrt(0.5)
         self.layout, self.freq, self.base, self.scale, self.gate = layout, freq, base, scale, gate
         self.axes = 2 if geometry.axes == 2 else 0
 
@@ -62,7 +62,8 @@ class Sinusoidal(Scheme):
             table = table.masked_fill((positions == 0)[..., None], 0)
         else:
             table = self._waves(positions.double(), width)
-        return inputs + self.gated(table * self.scale).to(inputs)
+        scale = 1.0 if self.scale is None else self.scale
+        return inputs + self.gated(table * scale).to(inputs)
 
     def _waves(self, places: Tensor, width: int) -> Tensor:
         """Return sines and cosines `[B|1, S, width]` of float64 places `[B|1, S]`."""

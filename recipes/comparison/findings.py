@@ -168,6 +168,8 @@ class Examiner:
         conversion = recipe.conversion
         if conversion.scheme is None:
             return Cost()
+        if self._console is not None:
+            self._console.print("timing steps of training ...", highlight=False)
         native = load(self._native, dtype=next(model.parameters()).dtype)[0].to(self._device)
         # At the end of training, a handover is over.
         ended = replace(conversion, native="keep" if conversion.native == "keep" else "remove")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -39,6 +39,8 @@ _UNDEFINED = {
 # Most tokens of a forward, unless one row has more. Eight rows of 4,096 tokens take a stock T5, whose bias is a matrix,
 # 9 GiB, and run no faster than two.
 _TOKENS = 2**13
+# Seconds between lines of progress where there is no bar.
+_INTERVAL = 30.0
 
 
 class Measure(ABC):
@@ -177,7 +179,6 @@ def evaluate(
         raise OptionError(f"evaluate(measures=...): got {', '.join(names)}; each can be given once.")
     found: dict[str, dict[str, Any]] = {name: {} for name in names}
     started, total = time.monotonic(), len(models) * len(measures)
-    silent = console is None or not console.is_terminal
     for row, (name, model) in enumerate(models.items()):
         # Modules are callable, too, so callability cannot tell them from loaders.
         loaded = model if isinstance(model, nn.Module) else model()
@@ -185,7 +186,10 @@ def evaluate(
             measure.check(loaded)
         for done, measure in enumerate(measures, start=1 + row * len(measures)):
             what = f"{name}: {measure.name}"
-            bar = partial(track, description=what, console=console, transient=True, disable=silent)
+            bar: Callable[[Any], Iterable[Any]] = iter
+            if console is not None:
+                show = partial(track, transient=True) if console.is_terminal else _lines
+                bar = partial(show, description=what, console=console)
             found[measure.name][name] = measure(loaded, Workers(batch_size=batch_size, progress=bar))
             if console is not None:
                 text = f"{what} ({done / total:.0%} after {time.monotonic() - started:.0f} s)"
@@ -194,3 +198,13 @@ def evaluate(
         del loaded
     sections = (Section(each.name, each.title, each.note, found[each.name], each.mark) for each in measures)
     return Report(tuple(sections), dict(settings or {}))
+
+
+def _lines(batches: Sequence[Any], *, description: str, console: Console) -> Iterator[Any]:
+    """Yield batches, and print lines on how many are done, as there is no bar in a file."""
+    shown = time.monotonic()
+    for done, batch in enumerate(batches):
+        if time.monotonic() - shown >= _INTERVAL:
+            shown = time.monotonic()
+            console.print(f"{description}, {done} of {len(batches)} batches", highlight=False, markup=False)
+        yield batch

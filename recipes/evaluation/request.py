@@ -157,6 +157,8 @@ class Request:
         found = subjects(self.models)
         # A model that is not there is noticed before anything else is read.
         first, configs = found[0], [loading.load_config(subject.base) for subject in found]
+        for subject, config in zip(found, configs, strict=True):
+            loading.language_class(subject.base, config)
         tokenizer, kind, device = first.tokenizer(), loading.auto_class(configs[0]), processes().device
         text, documents = self._documents(found)
         sample = "".join(document["text"] or "" for document in itertools.islice(documents, _DOCUMENTS))[:_SAMPLE]

@@ -58,6 +58,7 @@ from hf_posenc.recipes.training.trainer import (
     AdaptationTrainer,
     adaptation_trainer,
     check_loggers,
+    check_teacher,
     divide_batch,
     teacher_of,
 )
@@ -188,6 +189,7 @@ class _Run:
         model, tokenizer = self._load()
         checks.check_unconverted(recipe, model.config)
         check_targets(model, recipe.adapter)
+        check_teacher(recipe, model.config)
         length, own_length = checks.lengths(recipe, model.config)
         micro_batch, _ = divide_batch(recipe.training, self.processes.num_processes)
         with enough_threads(model, micro_batch * length):
@@ -400,11 +402,11 @@ class _Run:
         """Run the attention transfer, or read its result, and measure before it; its verdict goes into run.json."""
         if self.checkpoint is not None:
             return
-        measuring.begin(model)
         folder, teacher, device = self.checkpoints / "transfer", self.teacher, self.processes.device
         result = folder / files.TRANSFERRED
         original = teacher.model if teacher is not None and self.recipe.distillation.teacher is None else None
         transfer = AttentionTransfer(model, projections=stage.recipe.moves_projections, original=original)
+        measuring.begin(model)
         judged, windows = _set_aside(data.train, stage.recipe.training)
         collate = data.collate or default_data_collator
         batches = [{name: value.to(device) for name, value in collate(part).items()} for part in judged]

@@ -18,7 +18,7 @@ from transformers.integrations import get_available_reporting_integrations
 
 from hf_posenc.errors import RecipeError
 from hf_posenc.recipes.data.collation import Collator, PositionSkipping
-from hf_posenc.recipes.loading import load
+from hf_posenc.recipes.loading import load, load_config
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.schema.recipe import Recipe, Training
 from hf_posenc.recipes.training.callbacks import Annealing, Handover, parameter_groups
@@ -86,15 +86,26 @@ def teacher_of(model: Any, recipe: Recipe) -> Teacher | None:
             return Teacher(copy.deepcopy(model).requires_grad_(False))
         return Teacher.copy_of(model) if recipe.adapter.kind == "none" else Teacher.within(model)
     other, _ = load(distillation.teacher, dtype=torch.float32)
+    return Teacher(other.requires_grad_(False))
+
+
+def check_teacher(recipe: Recipe, config: Any) -> None:
+    """Raise `CheckpointError` if the teacher that a recipe names is not there, `RecipeError` if it fits no such model.
+
+    Only configs are read; the config is that of the model.
+    """
+    distillation = recipe.distillation
+    if distillation.teacher is None:
+        return
+    other = load_config(distillation.teacher)
     for name in ("vocab_size", *(("hidden_size", "num_hidden_layers") if distillation.hidden else ())):
-        here, there = (getattr(config, name, None) for config in (model.config, other.config))
+        here, there = (getattr(each, name, None) for each in (config, other))
         if here != there:
             raise RecipeError(
                 f"distillation.teacher is {distillation.teacher!r}, whose {name} is {there}, and that of the model "
                 f"{here}. Give a model of the same vocabulary, and of the same shape where hidden states are learned "
                 "from."
             )
-    return Teacher(other.requires_grad_(False))
 
 
 def check_loggers(loggers: Sequence[str]) -> None:
