@@ -33,6 +33,9 @@ import hf_posenc
 from hf_posenc import cli
 from hf_posenc.cli.application import in_syntax_of
 from hf_posenc.recipes import library
+from hf_posenc.recipes.runs import run as runs
+from hf_posenc.recipes.runs.measurements import Measurements
+from hf_posenc.recipes.runs.verdict import Verdict
 from hf_posenc.recipes.schema.recipe import Recipe
 
 TINY_LLAMA = Path(hf_posenc.__file__).parent / "tiny_llama"
@@ -276,6 +279,18 @@ def test_dry_run_says_what_would_be_done(calls: list[tuple[Any, ...]], tmp_path:
     # Remedies are keys of a recipe.
     result = run("train", "swap", "scheme=kerple", "--out", tmp_path / "out", "--dry-run")
     assert "conversion.native=keep conversion.options.gate=True" in result.stdout
+
+
+def test_the_control_that_a_run_proposes_skips_no_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = ["scheme=alibi", "training.skip_to=512", "lengthen={steps: 1, skip_to: 512}"]
+    (tmp_path / "recipe.yaml").write_text(Recipe.read("swap", keys).text(), encoding="utf-8")
+    verdict = Verdict("as good", False, (), "", wants_control=True)
+    outcome = runs.Outcome(tmp_path, tmp_path / "model", Measurements(), None, verdict=verdict)
+    monkeypatch.setattr(runs, "train", lambda *given, **known: outcome)
+    shown = run("train", "swap", *keys, "--out", tmp_path).stdout
+    words = shlex.split(next(line for line in shown.splitlines() if line.endswith("-control")))
+    control = Recipe.read(words[2], words[3 : words.index("--out")])
+    assert control.conversion.scheme is control.training.skip_to is control.lengthen.skip_to is None
 
 
 def test_dry_run_reads_the_text(tmp_path: Path) -> None:

@@ -303,7 +303,9 @@ def test_another_teacher(read: Any, tmp_path: Path) -> None:
     itself = run.train(read(*wanted, "distillation.teacher=tiny-llama"), tmp_path / "itself")
     assert itself.loss == pytest.approx(0, abs=1e-4)
     run.train(read("conversion.scheme=null", "conversion.options={}"), tmp_path / "trained")
-    other = run.train(read(*wanted, f"distillation.teacher={tmp_path / 'trained' / 'model'}"), tmp_path / "other")
+    teacher = f"distillation.teacher={tmp_path / 'trained' / 'model'}"
+    other = run.train(read(*wanted, teacher), str(tmp_path / "other"))
+    assert run.resume(str(tmp_path / "other")).already
     assert other.loss is not None
     assert other.loss > 1e-3
     record = json.loads((tmp_path / "other" / "run.json").read_text())

@@ -152,7 +152,8 @@ def _follow(folder: Path, do: Callable[[Console], Outcome]) -> None:
         typer.echo(f"\n{verdict}")
     if verdict is not None and verdict.wants_control:
         recipe, control = (shlex.quote(f"{place}{end}") for end in ("/recipe.yaml", "-control"))
-        changes = "'conversion={scheme: null}' 'distillation={}' 'transfer={}' training.skip_to=null"
+        changes = "'conversion={scheme: null}' 'distillation={}' 'transfer={}' training.skip_to=null "
+        changes += "lengthen.skip_to=null"
         typer.echo("\nTo train the control, and to compare:\n")
         typer.echo(f"    hf-posenc train {recipe} {changes} --out {control}")
         typer.echo(f"    hf-posenc eval {control} {quoted}")

@@ -88,7 +88,7 @@ class Outcome:
     verdict: Verdict | None = None
 
 
-def train(recipe: Recipe, folder: Path, *, console: Console | None = None, command: str = "") -> Outcome:
+def train(recipe: Recipe, folder: str | Path, *, console: Console | None = None, command: str = "") -> Outcome:
     """Run a recipe, or continue a stopped run of the same recipe from its last complete checkpoint.
 
     Works in one process or under `accelerate launch`, where the main process writes and prints.
@@ -104,7 +104,7 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, comma
         StorageError: The disk is full. Complete checkpoints are kept, and `resume` continues from the last one.
         PosencError: The conversion failed, as in `patch`.
     """
-    recipe, together = _located(recipe.checked()), processes()
+    recipe, folder, together = _located(recipe.checked()), Path(folder), processes()
     is_main = together.is_main_process
     if not is_main:
         console = None
@@ -138,7 +138,7 @@ def train(recipe: Recipe, folder: Path, *, console: Console | None = None, comma
         lock.release()
 
 
-def resume(folder: Path, *, console: Console | None = None) -> Outcome:
+def resume(folder: str | Path, *, console: Console | None = None) -> Outcome:
     """Continue a stopped run.
 
     Raises:
@@ -146,6 +146,7 @@ def resume(folder: Path, *, console: Console | None = None) -> Outcome:
         CheckpointError: A file of the run is damaged.
         PosencError: The run failed, as in `train`.
     """
+    folder = Path(folder)
     if not (folder / RECIPE).is_file():
         raise RecipeError(f"There is no {RECIPE} in {folder}. Give the folder of a run that was started by train.")
     return train(Recipe.read(folder / RECIPE), folder, console=console)
