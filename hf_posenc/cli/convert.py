@@ -115,6 +115,11 @@ def layers(
     batch = max(1, 2048 // size)
     ids = token_ids(read_text(text), tokenizer, most=size * batch * (steps + 1))
     windows = ids[: len(ids) // size * size].view(-1, size)
+    if len(windows) < 2:
+        raise OptionError(
+            f"--text {text} has {len(ids):,} tokens; expected two windows of {size:,} or more. Give more text, or a "
+            "smaller --length."
+        )
     count = sum(len(of_model(loaded).attentions(body)) for body in of_model(loaded).stacks(loaded).values())
     if spare is not None and spare >= count:
         raise OptionError(f"--spare is {spare}, and the model has {count} layers. Give a number from 0 to {count - 1}.")

@@ -37,6 +37,7 @@ from hf_posenc.recipes.data.collation import MixedLengths
 from hf_posenc.recipes.data.windows import Prepared, load_data
 from hf_posenc.recipes.evaluation.generation import Generation, compared
 from hf_posenc.recipes.evaluation.grid import Grid
+from hf_posenc.recipes.evaluation.measure import Workers
 from hf_posenc.recipes.evaluation.perplexity import context_curve, contexts_for
 from hf_posenc.recipes.loading import is_masked, load
 from hf_posenc.recipes.memory import micro_batches
@@ -446,7 +447,9 @@ class _Run:
         generation = Generation(data.held_out, tokenizer, samples=samples, corrupt=data.corrupt)
         original, _ = load(self.recipe.model, **trained_dtype(self.recipe.adapter))
         with self._precise():
-            sentence = compared(generation(original.to(model.device)), generation(model))
+            # Every process writes all, since the forward of a sharded model needs all of them.
+            workers = Workers(alone=True)
+            sentence = compared(generation(original.to(model.device), workers), generation(model, workers))
         _say(self.console, sentence)
         return sentence
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Subset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 from transformers.integrations import get_available_reporting_integrations
@@ -236,14 +237,25 @@ class AdaptationTrainer(Distilling, Trainer):
         """Return the optimizer, with the groups of `parameter_groups`."""
         if self.optimizer is None:
             kind, arguments = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            groups = parameter_groups(
-                model or self.model,
-                scheme_learning_rate=self._scheme_learning_rate,
-                weight_decay=self.args.weight_decay,
-            )
-            self.optimizer = kind(groups, **arguments)
+            self.optimizer = kind(self._groups(model or self.model), **arguments)
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the scheduler of the optimizer, after giving that the parameters of a sharded model.
+
+        With FSDP2, accelerate knows parameters by their addresses. If an earlier stage has sharded the model, all of
+        which a process has no part have the address 0, and would become one.
+        """
+        if isinstance(self.model, FSDPModule) and self.optimizer is not None:
+            for group, own in zip(self.optimizer.param_groups, self._groups(self.model), strict=True):
+                group["params"] = own["params"]
+        return super().create_scheduler(*args, **kwargs)
+
+    def _groups(self, model: Any) -> list[dict[str, Any]]:
+        return parameter_groups(
+            model, scheme_learning_rate=self._scheme_learning_rate, weight_decay=self.args.weight_decay
+        )
 
 
 class LogAndSave(TrainerCallback):
