@@ -172,18 +172,23 @@ def test_position_skipping_trains_and_refuses(tmp_path: Path) -> None:
         PositionSkipping(8)(windows("llama", 2))
 
 
-def test_some_batches_of_long_windows_are_cut() -> None:
-    batches = tokens("llama", 200, 20).split(2)
-    for share, least, most in ((0.5, 30, 70), (0.0, 0, 0), (1.0, 100, 100)):
+def test_a_share_of_long_windows_is_read_as_short_texts() -> None:
+    ids = tokens("llama", 200, 20)
+    whole, short = torch.arange(20), torch.arange(20) % 8
+    for share, least, most in ((0.5, 70, 130), (0.0, 0, 0), (1.0, 200, 200)):
         mixed = MixedLengths(8, share=share)
-        found = [mixed([{"input_ids": row, "labels": row} for row in rows]) for rows in batches]
-        cut = [(rows, batch) for rows, batch in zip(batches, found, strict=True) if batch["input_ids"].shape[1] == 8]
-        assert least <= len(cut) <= most
-        for rows, batch in cut:
-            assert torch.equal(batch["input_ids"].view(2, 16), rows[:, :16])
-            assert torch.equal(batch["labels"], batch["input_ids"])
-    # Windows that are no longer stay as they are.
-    assert torch.equal(MixedLengths(20, share=1.0)([{"input_ids": batches[0][0]}])["input_ids"], batches[0][:1])
+        batches = [mixed([{"input_ids": row, "labels": row} for row in rows]) for rows in ids.split(3)]
+        places = torch.cat([batch["position_ids"] for batch in batches])
+        is_short = (places == short).all(1)
+        assert ((places == whole).all(1) != is_short).all()
+        assert least <= int(is_short.sum()) <= most
+        # Whatever the batches are.
+        assert torch.equal(mixed([{"input_ids": row} for row in ids])["position_ids"], places)
+        assert torch.equal(torch.cat([batch["labels"] for batch in batches]), ids)
+    # Documents restart as they did, and windows that are no longer stay as they are.
+    packed = MixedLengths(8, share=1.0)([{"input_ids": ids[0], "position_ids": torch.arange(20) % 10}])
+    assert packed["position_ids"].tolist() == [[*range(8), 0, 1] * 2]
+    assert "position_ids" not in MixedLengths(20, share=1.0)([{"input_ids": ids[0]}])
 
 
 # -- distillation ------------------------------------------------------------------------------------------------------

@@ -66,10 +66,10 @@ class PositionSkipping:
 
 
 class MixedLengths:
-    """Cut some batches of long windows into windows of `length` tokens, or a model unlearns short texts.
+    """Let a share of long windows be read as texts of at most `length` tokens, or a causal model unlearns short texts.
 
-    What is left at the end of a window is dropped. The seed draws the batches, so many that `share` of all are cut.
-    `collate` makes the batch; by default it stacks.
+    Their positions restart every `length` tokens, which keeps the parts apart as packed documents. Tokens and labels
+    are unchanged. The seed draws the windows. `collate` makes the batch; by default it stacks.
     """
 
     def __init__(
@@ -78,13 +78,14 @@ class MixedLengths:
         self.length, self.share, self.seed, self._collate = length, share, seed, collate
 
     def __call__(self, examples: list[Any]) -> dict[str, Tensor]:
-        """Return the batch `[B, n]`, or `[B x (n // length), length]`."""
-        ids = torch.as_tensor(examples[0]["input_ids"])
-        draw = torch.rand((), generator=content_generator(ids, self.seed))
-        if len(ids) > self.length and float(draw) < self.share:
-            parts = [slice(end - self.length, end) for end in range(self.length, len(ids) + 1, self.length)]
-            examples = [{name: row[part] for name, row in each.items()} for each in examples for part in parts]
-        return self._collate(examples)
+        """Return the batch, with `position_ids` int64 `[B, n]` if windows are longer than `length`."""
+        batch = self._collate(examples)
+        ids = batch["input_ids"]
+        if ids.shape[1] > self.length:
+            places = batch.get("position_ids", torch.arange(ids.shape[1]).expand_as(ids))
+            draws = torch.cat([torch.rand(1, generator=content_generator(row, self.seed)) for row in ids])
+            batch["position_ids"] = torch.where(draws[:, None] < self.share, places % self.length, places)
+        return batch
 
 
 class Denoising:

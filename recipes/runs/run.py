@@ -33,7 +33,7 @@ from hf_posenc.patches.plan import Plan, plan
 from hf_posenc.patches.rotary import native_rope, set_rope
 from hf_posenc.recipes import loading
 from hf_posenc.recipes.data import sources
-from hf_posenc.recipes.data.collation import MixedLengths
+from hf_posenc.recipes.data.collation import Collator, MixedLengths
 from hf_posenc.recipes.data.windows import Prepared, load_data
 from hf_posenc.recipes.evaluation.generation import Generation, compared
 from hf_posenc.recipes.evaluation.grid import Grid
@@ -372,10 +372,11 @@ class _Run:
         is_transfer = stage.name == "transfer"
         folder = self.checkpoints if stage.name == "training" else self.checkpoints / stage.name
         teacher = self.teacher if stage.recipe.distillation.distils else None
-        collate = data.collate or default_data_collator
-        if stage.name == "lengthen":
+        collate: Collator | None = data.collate
+        if stage.name == "lengthen" and collate is None:
+            # Encoders as they were cannot tell the parts apart.
             seed, share = self.recipe.training.seed, self.recipe.lengthen.short
-            collate = MixedLengths(facts.length, share=share, seed=seed, collate=collate)
+            collate = MixedLengths(facts.length, share=share, seed=seed)
         checkpoints = files.WholeCheckpoints(folder, keep=self.recipe.saving.keep)
         text = "" if is_transfer else "loss" if teacher is None else "text_loss"
         # By default TensorBoard writes next to the unfinished checkpoints, which are removed. Stages begin at step 0.

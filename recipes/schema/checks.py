@@ -47,6 +47,7 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
         ("transfer", all_but_steps, "transfer" in recipe.stages(), "transfer.steps above 0"),
         ("lengthen", all_but_steps, recipe.lengthen.steps > 0, "lengthen.steps above 0"),
         ("lengthen", "short", recipe.lengthen.length is not None, "lengthen.length"),
+        ("lengthen", "short", recipe.lengthen.skip_to is None, "lengthen.skip_to: null"),
         ("distillation", "until teacher", distils, "distillation.share or distillation.hidden above 0"),
         ("adapter", "rank alpha dropout targets", kind == "lora", "adapter.kind: lora"),
         ("adapter", "four_bit", kind != "none", "adapter.kind: lora or scheme"),

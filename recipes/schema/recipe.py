@@ -187,8 +187,8 @@ class Lengthening(Section):
     Attributes:
         steps: Optimizer steps; 0 is off.
         length: Tokens per window; null is that of the training.
-        short: Share of the batches to cut into windows as long as those of the training, so that the model does not
-            unlearn short texts; 0 is off.
+        short: Share of the windows of a causal model to read as texts as long as those of the training, so that it does
+            not unlearn short ones; 0 is off.
         skip_to: Text length whose positions are trained on by skipping some (PoSE); null is off.
         batch_size: Windows per optimizer step; null is that of the training.
         micro_batch_size: Windows per forward of one process; null is its whole share of the batch.

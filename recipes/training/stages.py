@@ -117,7 +117,8 @@ def stages(recipe: Recipe, model: nn.Module) -> list[Stage]:
     # The training alone brings in the scheme. What follows it keeps the teacher unless that has faded: without it, a
     # few steps on the text undo a part of what the teacher taught.
     follows = replace(recipe, conversion=replace(recipe.conversion, scheme=None))
-    if recipe.distillation.until:
+    # An encoder-decoder as teacher would read windows whole, beyond its trained length.
+    if recipe.distillation.until or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         follows = replace(follows, distillation=Distillation())
     bases = {"transfer": replace(follows, distillation=Distillation()), "training": recipe, "lengthen": follows}
     found, begins = [], 0
