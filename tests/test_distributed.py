@@ -90,7 +90,8 @@ def test_two_processes_train_as_one(config: str, recipe: Path, tmp_path: Path, m
     curves = [
         json.loads((tmp_path / name / "measurements.json").read_text(encoding="utf-8")) for name in ("one", "two")
     ]
-    torch.testing.assert_close(*map(torch.tensor, map(numbers, curves)), rtol=10 * TOLERANCE, atol=0)
+    # Perplexities of single windows after 13 steps are up to 8e-4 apart.
+    torch.testing.assert_close(*map(torch.tensor, map(numbers, curves)), rtol=30 * TOLERANCE, atol=0)
     # Adam moves a weight whose gradient is rounding by as much as any other: logits, of a size of 5, end up to 0.007
     # apart. Three more steps move them by 10.
     for part in ("model", "checkpoints/checkpoint-3"):
