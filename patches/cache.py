@@ -38,6 +38,8 @@ class _TokenState(CacheLayerMixin):
 
     token_state: dict[str, Tensor]
     recent_state: dict[str, Tensor]
+    # Later layers that may refuse a crop, by number: the first layer, which is cropped first, asks them.
+    others: dict[int, _TokenState]
 
     def last_state(self) -> dict[str, Tensor]:
         """Return the scheme's state of the last token, each `[B, 1, ...]`; empty or zeros if there is none."""
@@ -63,15 +65,18 @@ class _TokenState(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         removed = abs(tokens_to_remove)
-        known = min((tensor.shape[_TOKENS] for tensor in self.recent_state.values()), default=removed + 1)
-        if known <= removed < self.get_seq_length():
-            raise CacheError(
-                f"Cannot take {removed} tokens back from a cache that remembers what the scheme needs of the last "
-                f"{known} only. Give the scheme a longer shift_history, or start again with an empty cache."
-            )
+        for layer in (self, *self.others.values()):
+            known = min((tensor.shape[_TOKENS] for tensor in layer.recent_state.values()), default=removed + 1)
+            if known <= removed < layer.get_seq_length():
+                raise CacheError(
+                    f"Cannot take {removed} tokens back from a cache that remembers what the scheme needs of the last "
+                    f"{known} only. Give the scheme a longer shift_history, or start again with an empty cache."
+                )
         # Static layers have it from transformers 5.24 on. There, what stands in free slots is written over.
         super().crop(tokens_to_remove)
-        self.recent_state = {name: tensor[:, : max(0, known - removed)] for name, tensor in self.recent_state.items()}
+        self.recent_state = {
+            name: tensor[:, : max(0, tensor.shape[_TOKENS] - removed)] for name, tensor in self.recent_state.items()
+        }
 
     def offload(self) -> None:
         super().offload()
@@ -251,15 +256,9 @@ def update(
     elif cache.layer_class_to_replicate is not None:
         _check_layer(cache.layer_class_to_replicate())
     keys, values = cache.update(k, v, layer)
-    slot: Any = cache.layers[layer]
-    filled = slot
-    if not isinstance(slot, _TokenState):
-        twin: Any = _WITH_STATE[type(slot)]
-        # A compiler cannot trace a change of class.
-        filled = twin.__new__(twin)
-        filled.__dict__.update(slot.__dict__)
-        filled.token_state, filled.recent_state = {}, {}
-        cache.layers[layer] = filled
+    filled = _with_state(cache, layer)
+    if recent and layer and type(cache.layers[0]) in (*_WITH_STATE, *_WITH_STATE.values()):
+        _with_state(cache, 0).others[layer] = filled
     complete = filled.append_state(state, keys.shape[-2])
     filled.append_recent(recent or {}, history)
     for name, tensor in complete.items():
@@ -270,6 +269,19 @@ def update(
                 "batch_select_indices."
             )
     return keys, values, complete
+
+
+def _with_state(cache: Cache, layer: int) -> Any:
+    """Return a layer of a cache, after replacing it by one with state."""
+    slot: Any = cache.layers[layer]
+    if isinstance(slot, _TokenState):
+        return slot
+    twin: Any = _WITH_STATE[type(slot)]
+    # A compiler cannot trace a change of class.
+    filled = cache.layers[layer] = twin.__new__(twin)
+    filled.__dict__.update(slot.__dict__)
+    filled.token_state, filled.recent_state, filled.others = {}, {}, {}
+    return filled
 
 
 def is_known(cache: Cache | None) -> bool:

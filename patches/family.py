@@ -59,6 +59,12 @@ class RotaryBody(PosencBody):
         near = mask & ~far if mask.dtype == torch.bool else mask.masked_fill(far, torch.finfo(mask.dtype).min)
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
         masks = {kind: near if kind == "sliding_attention" else mask for kind in kinds}
+        body: Any = self.posenc_stock
+        if len(masks) > 1 and "dict" not in inspect.unwrap(body.forward).__code__.co_names:
+            raise PositionError(
+                f"Got packed sequences, and {body.__name__} takes one mask for all layers, whose windows would be lost "
+                "in those that are not converted. Give a row for each sequence, or convert all layers."
+            )
         return masks if len(masks) > 1 else masks.popitem()[1]
 
     def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:

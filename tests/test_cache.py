@@ -199,15 +199,18 @@ def test_packed_sequences_do_not_go_on_from_a_cache_until_it_is_reset(static: bo
     torch.testing.assert_close(found, model(ids, use_cache=False).logits)
 
 
+@pytest.mark.parametrize("layers", [[0, 1], [1]])
 @torch.no_grad()
-def test_a_scheme_goes_on_after_a_crop() -> None:
-    model, ids = small_llama("fox_pro", shift_history=4), torch.arange(10)[None]
+def test_a_scheme_goes_on_after_a_crop(layers: list[int]) -> None:
+    model, ids = small_llama("fox_pro", shift_history=4, layers=layers), torch.arange(10)[None]
     target = DynamicCache(config=model.config)
     model(ids, **{CACHE: target})
     target.crop(-3)
     model(ids[:, 7:], **{CACHE: target})
-    with pytest.raises(CacheError, match="Cannot take 4 tokens back"):
-        target.crop(-4)
+    for each in (target, copy.deepcopy(target)):
+        with pytest.raises(CacheError, match="Cannot take 4 tokens back"):
+            each.crop(-4)
+        assert {layer.keys.shape[2] for layer in each.layers} == {10}
     target.crop(-2)
     again = model(ids[:, 8:], **{CACHE: target}).logits
     torch.testing.assert_close(again, model(ids, use_cache=False).logits[:, 8:])

@@ -18,6 +18,7 @@ import transformers
 from models import (
     BOTH,
     CACHE,
+    DECODER,
     DECODERS,
     ENCODER,
     ENCODERS,
@@ -453,6 +454,17 @@ def test_packed_sequences_keep_the_windows_of_stock_layers(name: str, layer: int
     same(logits(model, ids, **call), separate)
     model.set_attn_implementation("eager")
     same(logits(model, ids, **call), separate)
+
+
+def test_packed_sequences_are_refused_where_stock_layers_would_lose_their_windows() -> None:
+    pytest.importorskip("transformers.models.ultrabert")
+    add_family("ultrabert", globals())
+    model = AutoModel.from_config(CONFIG_MAPPING["ultrabert"](**DECODER, **BOTH))
+    call = {"input_ids": tokens(), "position_ids": torch.cat((torch.arange(13), torch.arange(16)))[None]}
+    with pytest.raises(PositionError, match=r"UltrabertModel takes one mask for all layers.* convert all layers"):
+        hf_posenc.patch(model, "kerple", layers=[0])(**call)
+    whole = hf_posenc.patch(model, "kerple", layers=[1])
+    assert whole(**call).last_hidden_state.isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
