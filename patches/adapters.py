@@ -46,10 +46,10 @@ class PosencAdapter:
     )
     any_base: bool = field(default=False, metadata={"help": "Accept other base weights."})
 
-    # In memory only: the model's config, and for an adapter that is read, whether its weights are still to come, and
-    # their path if known.
+    # In memory only: the model's config, and for an adapter that is read, whether its weights are still to come,
+    # their path if known, and whether it converted the model.
     _model_config = _weights = cast("Any", None)
-    _pending = False
+    _pending = _converted = False
 
     def __post_init__(self) -> None:
         if self.posenc is not None:
@@ -220,13 +220,15 @@ class Kind:
         """Return the weights to save of an adapter, after giving its configuration the class for the model.
 
         That of an adapter inside the model has the class already. That of a prompt may be shared by several models.
+        The schemes of the base are saved, too: `disable_adapter` computes with them.
         """
         base = _base(model)
         if config.is_prompt_learning and surgery.is_patched(base):
             agree(base, config)
         elif config.is_prompt_learning and _ours(config):
             config.__class__ = PEFT_TYPE_TO_CONFIG_MAPPING[config.peft_type]
-        return self.stock._get_adapter_state_dict(model, config, *args, **kwargs)
+        found = self.stock._get_adapter_state_dict(model, config, *args, **kwargs)
+        return found | {name: tensor for name, tensor in kwargs["state_dict"].items() if binding.is_of_base(name)}
 
     def _remap_adapter_state_dict_for_load(
         self, model: Any, config: Any, adapter_name: str, state_dict: dict[str, Any]
@@ -245,6 +247,8 @@ class Kind:
                 if not config.is_prompt_learning:
                     model.delete_adapter(adapter_name)
                 raise
+        if not getattr(config, "_converted", False):  # The base has schemes of its own, which others may use.
+            state_dict = {name: tensor for name, tensor in state_dict.items() if not binding.is_of_base(name)}
         return self.stock._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 
 
@@ -261,6 +265,7 @@ def agree(model: Any, config: Any) -> Any:
     if not isinstance(config, PosencAdapter):
         config.__class__ = PEFT_TYPE_TO_CONFIG_MAPPING[_type_name(config.peft_type)]
     own, wanted = getattr(getattr(model, "config", None), "posenc", None), config.posenc
+    config._converted = own is None
     if own is not None:
         surgery.check_record(of_model(model), model)
         if config._pending and any(wanted.get(key) != own.get(key) for key in ("groups", "strengths")):

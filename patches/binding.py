@@ -60,11 +60,16 @@ def check(weights: Path, expected: Mapping[str, Tensor]) -> None:
     wanted = {name.removeprefix("base_model.model."): tuple(tensor.shape) for name, tensor in expected.items()}
     check_complete(
         f"adapter {weights}",
-        missing=[name for name in wanted if name not in found],
+        missing=[name for name in wanted if name not in found and not is_of_base(name)],  # not in earlier releases
         unknown=[name for name in found if name not in wanted and is_of_scheme(name)],
         misshapen=[misshapen(n, found[n], wanted[n]) for n in found if found[n] != wanted.get(n, found[n])],
         remedy="Load it onto the model that it was trained on, or save the adapter again",
     )
+
+
+def is_of_base(name: str) -> bool:
+    """Whether a tensor in an adapter is a scheme's weight as it was before the adapter, by its name."""
+    return is_of_scheme(name) and "original_module" in name.split(".")
 
 
 def fingerprint(model: nn.Module, held: Collection[str]) -> dict[str, list[str]]:

@@ -353,4 +353,5 @@ def configs(model: nn.Module) -> list[Any]:
 
 
 def _placed(scheme: Scheme, device: torch.device) -> Scheme:
-    return scheme if device.type == "meta" else scheme.to(device)
+    # PEFT makes all parameters without values if it is to save memory.
+    return scheme._apply(lambda tensor: tensor if "meta" in (tensor.device.type, device.type) else tensor.to(device))
