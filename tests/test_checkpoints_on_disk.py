@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 import torch
 import transformers
@@ -115,7 +116,7 @@ def test_the_encoder_alone_of_a_converted_t5(tmp_path: Path) -> None:
 
 def test_the_encoder_alone_of_a_converted_umt5(tmp_path: Path) -> None:
     # Its stock class does not say that it leaves a decoder out.
-    model, ids = hf_posenc.patch(stock("umt5"), "fire"), torch.arange(20, 30)[None]
+    model, ids = hf_posenc.patch(models.tiny("umt5"), "fire"), torch.arange(20, 30)[None]
     model.save_pretrained(tmp_path)
     assert torch.equal(AutoModelForTextEncoding.from_pretrained(tmp_path)(ids)[0], model.encoder(ids)[0])
 
