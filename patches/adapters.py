@@ -220,7 +220,7 @@ class Kind:
         """Return the weights to save of an adapter, after giving its configuration the class for the model.
 
         That of an adapter inside the model has the class already. That of a prompt may be shared by several models.
-        The schemes of the base are saved, too: `disable_adapter` computes with them.
+        With weights of schemes go those of the base, with which `disable_adapter` computes.
         """
         base = _base(model)
         if config.is_prompt_learning and surgery.is_patched(base):
@@ -228,7 +228,9 @@ class Kind:
         elif config.is_prompt_learning and _ours(config):
             config.__class__ = PEFT_TYPE_TO_CONFIG_MAPPING[config.peft_type]
         found = self.stock._get_adapter_state_dict(model, config, *args, **kwargs)
-        return found | {name: tensor for name, tensor in kwargs["state_dict"].items() if binding.is_of_base(name)}
+        if getattr(config, "has_schemes", False):
+            found |= {name: tensor for name, tensor in kwargs["state_dict"].items() if binding.is_of_base(name)}
+        return found
 
     def _remap_adapter_state_dict_for_load(
         self, model: Any, config: Any, adapter_name: str, state_dict: dict[str, Any]

@@ -177,9 +177,16 @@ def test_several_adapters_on_one_base(tmp_path: Path) -> None:
                 parameter.add_(0.1)
     second = logits(model, "llama", ids)
     assert not torch.equal(second, first)
+    model.add_adapter("plain", LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    model.set_adapter("plain")
+    plain = logits(model, "llama", ids)
     model.set_adapter("default")
     assert torch.equal(logits(model, "llama", ids), first)
     model.save_pretrained(tmp_path)
+    torch.manual_seed(4)  # as in `adapted`
+    base = hf_posenc.patch(stock("llama"), "fire")
+    # It has no weights of schemes, nor those that the others began with.
+    assert torch.equal(logits(PeftModel.from_pretrained(base, tmp_path / "plain").eval(), "llama", ids), plain)
 
     loaded = PeftModel.from_pretrained(stock("llama"), tmp_path / "second", adapter_name="second").eval()
     loaded.load_adapter(tmp_path, "default")
