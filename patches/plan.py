@@ -25,6 +25,8 @@ from hf_posenc.scheme import Scheme
 
 # Positions are cached as int64.
 _POSITION_BYTES = 8
+# Warning of a start that is a break.
+BREAK = "The patched model computes another function and must be adapted."
 
 
 class Shown:
@@ -249,11 +251,10 @@ def _cache_bytes(prepared: Preparation, model: nn.Module) -> tuple[int, int]:
 
 def _adaptation(scheme: Scheme) -> str:
     """Return the warning of a start that is a break."""
-    warning = "The patched model computes another function and must be adapted."
     if scheme.neutral_options is None:
-        return warning
+        return BREAK
     given = "".join(f", {key}={value!r}" for key, value in scheme.neutral_options.items())
-    return f"{warning} An exact start: native='keep'{given}."
+    return f"{BREAK} An exact start: native='keep'{given}."
 
 
 def _hidden_states(architecture: Architecture, model: nn.Module) -> list[torch.Tensor]:

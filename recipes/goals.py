@@ -203,6 +203,8 @@ class _Case:
         # All layers fade alike, also those that are made local.
         if native == "handover" and ("window" in self.conversion or not of_config(self.config).native_fades):
             native = "remove"
+        if native == "handover" and "gate" in (info.cls.neutral_options or {}):
+            options["gate"] = False  # The handover brings the scheme in, and a gate that starts at 0 would keep it out.
         if not self.causal and not behind_only:
             options |= advice.encoder
         for option, windows in advice.windows.items():

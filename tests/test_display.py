@@ -144,6 +144,9 @@ def test_facts_of_a_conversion() -> None:
     assert (found.encoding, found.layers, found.fate, found.start) == ("fire", {"decoder": 2}, "removed", "break")
     assert found.options["decoder"]["width"] == 32
     assert found.cautions
+    # The strengths of a handover make any scheme start exact.
+    planned, patched = converted("remove")
+    assert not Facts.of(patched, recipe({"native": "handover"}), planned, trained_length=128, data_tokens=None).cautions
     assert found.teacher is None
     assert (found.architecture, found.native, found.processes) == ("llama", "rotary encoding (RoPE)", 1)
     assert found.versions["hf-posenc"] == hf_posenc.__version__

@@ -90,11 +90,13 @@ def test_no_recipe_refuses_a_model_that_it_is_recommended_for(name: str) -> None
         ("llama", ["scheme=liere", "adapter=scheme"], ("remove", None, {}, None)),
         ("gpt2", ["scheme=kerple", "adapter=scheme"], ("keep", None, {"gate": True}, None)),
         ("llama", ["scheme=liere"], ("remove", None, {}, None)),
-        ("gpt2", ["scheme=kerple"], ("handover", None, {}, None)),
+        # A handover brings a scheme in by its strength, so a gate that starts at 0 would keep it out.
+        ("gpt2", ["scheme=kerple"], ("handover", None, {"gate": False}, None)),
+        ("gpt2", ["scheme=alibi", "native=handover"], ("handover", None, {"gate": False}, None)),
         ("t5", ["scheme=kerple"], ("remove", "attention", {"shared": False}, ["decoder"])),
         ("t5", ["scheme=stick_breaking"], ("remove", None, {}, ["decoder"])),
         ("t5", ["scheme=t5"], ("remove", None, {}, None)),
-        ("bert", ["scheme=kerple"], ("handover", None, {"directed": True}, None)),
+        ("bert", ["scheme=kerple"], ("handover", None, {"gate": False, "directed": True}, None)),
     ],
 )
 def test_a_swap_follows_from_the_scheme_and_the_model(name: str, pairs: list[str], wanted: tuple[Any, ...]) -> None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import restated
 from hf_posenc.patches import record
 from hf_posenc.patches.architecture import of_config
-from hf_posenc.patches.plan import Plan
+from hf_posenc.patches.plan import BREAK, Plan
 from hf_posenc.recipes.reports import counted, versions
 from hf_posenc.recipes.schema.recipe import Conversion, Recipe
 from hf_posenc.recipes.training.stages import Stage
@@ -148,6 +148,8 @@ class Facts:
             parameters = sum(p.numel() for p in model.parameters())
         groups = record.from_config(inner.config) if recipe.conversion.scheme is None else ()
         warnings = () if plan is None else plan.warnings
+        if recipe.conversion.native == "handover":  # It starts exact, whatever the scheme alone would do.
+            warnings = tuple(warning for warning in warnings if not warning.startswith(BREAK))
         cautions = [restated(warning, "conversion.{}={}", "conversion.options.{}={}") for warning in warnings]
         others = (stage for stage in stages if stage.name != "training")
         return cls(
