@@ -81,7 +81,7 @@ def micro_batch(training: Training, wanted: Need, free: int, count: int = 1) -> 
         most = max(1, min(share, (room - wanted.fixed) // wanted.window))
         micro = next(size for size in range(most, 0, -1) if share % size == 0)
     size = wanted.of(micro) / _GIB
-    words = f"{'less than 0.1' if size < 0.1 else f'about {size:.1f}'} GiB of {free / _GIB:.1f}, "
+    words = f"{'less than 0.1' if size < 0.1 else f'about {size:.1f}'} GiB for a step, of {free / _GIB:.1f} free, "
     words += f"with {micro} of {share} windows at a time"
     if wanted.of(micro) > room:
         words += "; it may not fit: give a shorter length, gradient_checkpointing=true or adapter=lora"
