@@ -27,7 +27,7 @@ from hf_posenc.recipes.runs import files, run
 from hf_posenc.recipes.schema.recipe import Recipe, Training
 from hf_posenc.recipes.training.adapter import attach
 from hf_posenc.recipes.training.layers import layer_costs
-from hf_posenc.recipes.training.stages import Name, rates, with_rates
+from hf_posenc.recipes.training.stages import Name, rates, stages, with_rates
 from hf_posenc.recipes.training.transfer import AttentionTransfer, match
 
 pytestmark = pytest.mark.usefixtures("plain_pictures")
@@ -309,6 +309,20 @@ def test_the_rate_of_a_transfer_is_that_of_its_slowest_scheme() -> None:
     table, gates = ("t5", [0]), ("fox", [1])
     assert [scheme_rate("transfer", *some) for some in ([table], [gates], [table, gates])] == [40, 5, 5]
     assert scheme_rate("training", table) == 5
+
+
+def test_a_scheme_that_nothing_fitted_learns_as_in_a_transfer() -> None:
+    model = hf_posenc.patch(stock("gpt2"), "fire", native="remove")
+    swap = ["scheme=fire", "fit=null", "native=remove", "lengthen={steps: 1}"]
+    for goal, changes, factors in (
+        ("swap", swap, [40, 5]),
+        ("swap", [*swap, "transfer={steps: 1}"], [40, 5, 5]),
+        ("swap", ["scheme=fire", "native=keep"], [5]),
+        ("control", [], [5]),
+    ):
+        plans = stages(Recipe.read(goal, changes), model)
+        rates_of = [(plan.recipe.training.scheme_learning_rate, plan.recipe.training.learning_rate) for plan in plans]
+        assert [new / old for new, old in rates_of if new and old] == pytest.approx(factors), changes
 
 
 def test_rates_of_projected_distances_fall_with_the_width() -> None:

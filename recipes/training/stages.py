@@ -39,13 +39,14 @@ _RATES: dict[Name, tuple[Rates, float]] = {
 }
 
 
-def rates(model: nn.Module, stage: Name, tokens: int | None = None) -> Rates:
+def rates(model: nn.Module, stage: Name, tokens: int | None = None, *, fitted: bool = True) -> Rates:
     """Return the default learning rates of a stage for a model: a power of its number of parameters.
 
-    While attention alone is fitted, schemes have a factor of their own, `Adaptation.rate`. Otherwise rates fall with
-    the square root of the tokens of a step where they are few: wholly from 135 million parameters on, not at half a
-    million, between them with the logarithm of the size. Without `tokens`, a step counts as large. In every stage, the
-    rates of some schemes fall with the width of the model, `Adaptation.rate_width`.
+    While attention alone is fitted, and in a training that no fit came before (`fitted`), schemes have a factor of
+    their own, `Adaptation.rate`. Outside of a fit, rates fall with the square root of the tokens of a step where they
+    are few: wholly from 135 million parameters on, not at half a million, between them with the logarithm of the size.
+    Without `tokens`, a step counts as large. In every stage, the rates of some schemes fall with the width of the
+    model, `Adaptation.rate_width`.
     """
     found, power = _RATES[stage]
     size = sum(parameter.numel() for parameter in model.parameters())
@@ -55,7 +56,7 @@ def rates(model: nn.Module, stage: Name, tokens: int | None = None) -> Rates:
         share = math.log(max(1.0, size / _SIZE)) / math.log(_NOISY / _SIZE)
         factor *= min(1.0, tokens / _TOKENS) ** (0.5 * min(1.0, share))
     own = [
-        (scheme.adaptation.rate if of_attention else 1.0) * _share_of_width(scheme)
+        (scheme.adaptation.rate if of_attention or not fitted else 1.0) * _share_of_width(scheme)
         for scheme in model.modules()
         if isinstance(scheme, Scheme)
     ]
@@ -67,12 +68,12 @@ def _share_of_width(scheme: Scheme) -> float:
     return 1.0 if width is None else min(1.0, width / scheme.geometry.hidden_size)
 
 
-def with_rates(training: Training, model: Any, stage: Name = "training") -> Training:
+def with_rates(training: Training, model: Any, stage: Name = "training", *, fitted: bool = True) -> Training:
     """Return the settings with the default of each rate that is null."""
     if None not in (training.learning_rate, training.scheme_learning_rate):
         return training
     length = training.length or trained_length(model.config)
-    found = rates(model, stage, length and length * training.batch_size)
+    found = rates(model, stage, length and length * training.batch_size, fitted=fitted)
     return replace(
         training,
         learning_rate=found.model if training.learning_rate is None else training.learning_rate,
@@ -121,9 +122,13 @@ def stages(recipe: Recipe, model: nn.Module) -> list[Stage]:
     if recipe.distillation.until or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         follows = replace(follows, distillation=Distillation())
     bases = {"transfer": replace(follows, distillation=Distillation()), "training": recipe, "lengthen": follows}
+    conversion = recipe.conversion
+    learned = conversion.scheme is None or conversion.fit is not None or "transfer" in recipe.stages()
+    fitted = learned or conversion.native == "keep"
     found, begins = [], 0
     for name, settings in recipe.stages().items():
         kind: Name = "fit" if name == "transfer" and not recipe.moves_projections else name
-        found.append(Stage(name, replace(bases[name], training=with_rates(settings, model, kind)), begins))
+        training = with_rates(settings, model, kind, fitted=fitted or name != "training")
+        found.append(Stage(name, replace(bases[name], training=training), begins))
         begins += settings.steps
     return found
