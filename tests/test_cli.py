@@ -413,7 +413,7 @@ BAD = {
     "verify, not converted": ("verify {llama}", ["is not a converted checkpoint"]),
     "unknown recipe": ("recipes show swp", ["'swp'", "Did you mean 'swap'?"]),
     "rope type": ("plan {llama} yarn", ["hf-posenc train extend by=yarn"]),
-    "layers on a short text": ("layers {llama} kerple --length 9999999", ["expected two windows of 9,999,999"]),
+    "layers on a short text": ("layers tiny-llama kerple --length 9999999", ["expected two windows of 9,999,999"]),
     "no such file": ("train {empty}/mine.yaml --out {empty}/out", ["There is no file", "mine.yaml"]),
     "unknown key": (
         "train swap scheme=fire training.stpes=3 --out {empty}/out",
