@@ -342,8 +342,8 @@ class Adaptation:
             knows the trained positions only.
         symmetric: Whether an encoder cannot tell its two directions apart.
         encoder: Options for encoders.
-        rate: Factor of the learning rate of the scheme's weights in an attention transfer. Numbers that are added to
-            logits have far to go; weights that read hidden states have not.
+        rate: Factor of the learning rate of the scheme's weights in an attention transfer, and in a training that
+            follows no fit. Numbers that are added to logits have far to go; weights that read hidden states have not.
         rate_width: Hidden size beyond which the rate falls in proportion, in every training; `None` is no fall. For
             matrices whose inputs hardly differ from token to token: each step of Adam moves all products alike.
     """

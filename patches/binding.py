@@ -68,7 +68,7 @@ def check(weights: Path, expected: Mapping[str, Tensor]) -> None:
 
 
 def is_of_base(name: str) -> bool:
-    """Whether a tensor in an adapter is a scheme's weight as it was before the adapter, by its name."""
+    """Whether the name of a tensor in an adapter is that of a scheme's weight in the base model."""
     return is_of_scheme(name) and "original_module" in name.split(".")
 
 

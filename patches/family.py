@@ -62,8 +62,8 @@ class RotaryBody(PosencBody):
         body: Any = self.posenc_stock
         if len(masks) > 1 and "dict" not in inspect.unwrap(body.forward).__code__.co_names:
             raise PositionError(
-                f"Got packed sequences, and {body.__name__} takes one mask for all layers, whose windows would be lost "
-                "in those that are not converted. Give a row for each sequence, or convert all layers."
+                f"Got packed sequences, and {body.__name__} takes one mask for all layers: those not converted would "
+                "lose their windows. Give each sequence a row of its own, or convert all layers."
             )
         return masks if len(masks) > 1 else masks.popitem()[1]
 

@@ -457,6 +457,10 @@ LENGTHS: dict[str, tuple[str, list[str], str]] = {
         *("t5", ["length=64", "lengthen={steps: 1, skip_to: 256}"]),
         r"lengthen\.skip_to skips positions in texts that go on; t5 models",
     ),
+    "long windows, short ones in T5": (
+        *("t5", ["length=64", "lengthen={steps: 1, length: 128, short: 0.3}"]),
+        r"lengthen\.short is 0\.3: it reads a window as several texts, which t5 models cannot",
+    ),
     "long windows, text": (
         *("llama", ["length=64", "lengthen={steps: 1, length: 300_000}"]),
         "held-out text has|too few tokens for one window",

@@ -130,6 +130,13 @@ def test_long_windows_are_mixed_with_short_ones_and_keep_a_teacher_that_has_not_
     assert longest[1:] == [{None}, {64, 128}]
 
 
+def test_long_windows_have_no_encoder_decoder_as_teacher() -> None:
+    recipe = Recipe.read("swap", ["scheme=fire", "distillation={share: 1.0}", "lengthen={steps: 1}"])
+    for architecture, taught in (("llama", [True, True]), ("t5", [True, False])):
+        plans = stages(replace(recipe, transfer=replace(recipe.transfer, steps=0)), stock(architecture))
+        assert [plan.recipe.distillation.distils for plan in plans] == taught
+
+
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_long_windows_after_a_handover_know_no_table(adapter: str, tmp_path: Path) -> None:
     table = stock("gpt2").config.n_positions

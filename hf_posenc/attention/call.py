@@ -224,7 +224,7 @@ class Executor(ABC):
         return True
 
     def computes(self, call: Call) -> bool:
-        """Whether the executor computes this call right, for instance its softcap; it knows the scheme already."""
+        """Whether the result for a call is right, for instance with a softcap; the executor must know the scheme."""
         return True
 
     def pays(self, call: Call) -> bool:

@@ -395,8 +395,8 @@ class _Run:
                 saves_end=not (ends or is_transfer),
             )
             trainer.args.run_name = self.folder.resolve().name
-            if teacher is not None and self.recipe.distillation.until:
-                # Leave the only reference to the trainer, which frees the teacher when it has faded.
+            if not is_transfer and (teacher is None or self.recipe.distillation.until):
+                # No later stage has a teacher. The trainer has the only reference now, and frees one that has faded.
                 self.teacher = teacher = None
             _go_on(trainer, files.last(folder))
         return trainer, progress.pace

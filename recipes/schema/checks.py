@@ -204,6 +204,11 @@ def lengths(recipe: Recipe, config: Any) -> tuple[int, int]:
                 f"{name}.skip_to skips positions in texts that go on; {config.model_type} models restore corrupted "
                 f"windows. Leave it out, or give {name}.skip_to=null."
             )
+    if auto_class(config) is not AutoModelForCausalLM and recipe.lengthen.short not in (0, type(recipe.lengthen).short):
+        raise RecipeError(
+            f"lengthen.short is {recipe.lengthen.short}: it reads a window as several texts, which {config.model_type} "
+            "models cannot tell apart. Leave it out."
+        )
     return length, own or length
 
 

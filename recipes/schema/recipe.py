@@ -182,7 +182,9 @@ class Transfer(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Lengthening(Section):
-    """Long windows, after training: with its teacher, unless that fades (`distillation.until`).
+    """Long windows, after training.
+
+    They keep its teacher, unless that fades (`distillation.until`) or is an encoder-decoder.
 
     Attributes:
         steps: Optimizer steps; 0 is off.

@@ -42,7 +42,7 @@ _RATES: dict[Name, tuple[Rates, float]] = {
 def rates(model: nn.Module, stage: Name, tokens: int | None = None, *, fitted: bool = True) -> Rates:
     """Return the default learning rates of a stage for a model: a power of its number of parameters.
 
-    While attention alone is fitted, and in a training that no fit came before (`fitted`), schemes have a factor of
+    While attention alone is fitted, and in a training that follows no fit (`fitted=False`), schemes have a factor of
     their own, `Adaptation.rate`. Outside of a fit, rates fall with the square root of the tokens of a step where they
     are few: wholly from 135 million parameters on, not at half a million, between them with the logarithm of the size.
     Without `tokens`, a step counts as large. In every stage, the rates of some schemes fall with the width of the
@@ -113,16 +113,15 @@ class Stage:
         return f"{_WORDS[self.name]}: {size}, {rates}"
 
 
-def stages(recipe: Recipe, model: nn.Module) -> list[Stage]:
+def stages(recipe: Recipe, model: Any) -> list[Stage]:
     """Return the stages of a recipe for a model, from whose size rates follow that are null."""
-    # The training alone brings in the scheme. What follows it keeps the teacher unless that has faded: without it, a
-    # few steps on the text undo a part of what the teacher taught.
-    follows = replace(recipe, conversion=replace(recipe.conversion, scheme=None))
-    # An encoder-decoder as teacher would read windows whole, beyond its trained length.
-    if recipe.distillation.until or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        follows = replace(follows, distillation=Distillation())
-    bases = {"transfer": replace(follows, distillation=Distillation()), "training": recipe, "lengthen": follows}
     conversion = recipe.conversion
+    # The training alone brings in the scheme. Long windows keep its teacher, or undo a part of what that taught; but
+    # not one that has faded, nor an encoder-decoder, which would read them whole, beyond its trained length.
+    plain = replace(recipe, conversion=replace(conversion, scheme=None), distillation=Distillation())
+    has_teacher = not recipe.distillation.until and not model.config.is_encoder_decoder
+    taught = replace(plain, distillation=recipe.distillation) if has_teacher else plain
+    bases = {"transfer": plain, "training": recipe, "lengthen": taught}
     learned = conversion.scheme is None or conversion.fit is not None or "transfer" in recipe.stages()
     fitted = learned or conversion.native == "keep"
     found, begins = [], 0

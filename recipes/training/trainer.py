@@ -91,9 +91,9 @@ def teacher_of(model: Any, recipe: Recipe) -> Teacher | None:
 
 
 def check_teacher(recipe: Recipe, config: Any) -> None:
-    """Raise `CheckpointError` if the teacher that a recipe names is not there, `RecipeError` if it fits no such model.
+    """Raise `CheckpointError` if the teacher that a recipe names is missing, `RecipeError` if it does not suit.
 
-    Only configs are read; the config is that of the model.
+    Only configs are read; `config` is that of the model.
     """
     distillation = recipe.distillation
     if distillation.teacher is None:
@@ -244,8 +244,8 @@ class AdaptationTrainer(Distilling, Trainer):
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Return the scheduler of the optimizer, after giving that the parameters of a sharded model.
 
-        With FSDP2, accelerate knows parameters by their addresses. If an earlier stage has sharded the model, all of
-        which a process has no part have the address 0, and would become one.
+        With FSDP2, accelerate tells parameters apart by their addresses. If an earlier stage has sharded the model,
+        those of which this process holds no part all have the address 0, and accelerate would take them for one.
         """
         if isinstance(self.model, FSDPModule) and self.optimizer is not None:
             for group, own in zip(self.optimizer.param_groups, self._groups(self.model), strict=True):
