@@ -1,7 +1,14 @@
-"""Every error that hf_posenc raises on purpose.
+"""Every error that hf_posenc raises on purpose, by task.
 
-All of them are `ValueError`s. Each message says what was got, what was expected and what to do. A `CheckpointError` is
-also a `RuntimeError`, which callers of transformers catch when weights do not fit.
+    PosencError (ValueError)    one line: what was got, what was expected, what to do
+    |-- choose a scheme         UnknownSchemeError, OptionError, DirectionError
+    |-- patch a model           ArchitectureError, WrappedModelError, LayerSelectionError
+    |-- run a patched model     AttentionBackendError, ShapeError, PositionError, CacheError, NotPatchedError
+    |-- save, load, export      CheckpointError (RuntimeError), StorageError (OSError), ExportError
+    `-- train and measure       RecipeError
+
+An error leaves the model as it was. A `CheckpointError` is also a `RuntimeError`, which callers of transformers catch
+when weights do not fit.
 """
 
 import re
