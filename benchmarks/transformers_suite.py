@@ -1,9 +1,8 @@
 """transformers' own tests of models on patched classes, compared with the same tests on the stock classes.
 
-python benchmarks/transformers_suite.py --all --output benchmarks/results/transformers_suite.md
+python benchmarks/transformers_suite.py --all
 python benchmarks/transformers_suite.py --scheme fire --architecture llama
-python benchmarks/transformers_suite.py --own --tests transformers/tests --output benchmarks/results/own_suites.md
-python benchmarks/transformers_suite.py --exact --output benchmarks/results/exact_starts.md
+python benchmarks/transformers_suite.py --own --tests transformers/tests --output OWN.md
 
 The tests come from the sdist of the transformers that is installed, which pip downloads, or from `--tests`: an sdist
 or a directory `tests` of a checkout. They are unpacked into a temporary folder. An sdist holds `ModelTesterMixin`
@@ -12,7 +11,6 @@ tests: `--test test_save_load`. Tests that a patched model passes do not run on 
 
 `--own` runs the tests that transformers keeps for each model, `tests/models/<name>`, with the scheme that takes over
 the model's own encoding. The classes of transformers are replaced in its modules before the tests import them.
-`--exact` compares small bodies with random weights before and after that scheme.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ import argparse
 import copy
 import functools
 import importlib.util
-import inspect
 import json
 import os
 import subprocess
@@ -39,7 +36,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from memory import machine
+from speed import machine
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, set_seed
 from transformers.models import gpt2, llama, t5, vit
 
@@ -280,7 +277,6 @@ def main() -> None:
     parser.add_argument("--architecture", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--all", action="store_true", help="every scheme")
     parser.add_argument("--own", action="store_true", help="transformers' tests of each model, with an exact start")
-    parser.add_argument("--exact", action="store_true", help="what an exact start changes, and the size of each file")
     parser.add_argument("--test", nargs="+", default=[""], help="only tests with one of these in their name")
     parser.add_argument("--without", nargs="*", default=[], help="no tests with one of these in their name")
     parser.add_argument("--tests", type=Path, help="an sdist of transformers, or a directory of its tests")
@@ -293,12 +289,6 @@ def main() -> None:
         tests = Chosen(arguments.test, arguments.without)
         found = outcomes(arguments.architecture[0], arguments.scheme[0], tests, own=arguments.own)
         arguments.output.write_text(json.dumps(found))
-        return
-    if arguments.exact:
-        output = exact_starts([name for name in arguments.architecture if name in architectures()])
-        sys.stdout.write(output)
-        if arguments.output:
-            arguments.output.write_text(output)
         return
     schemes = list(hf_posenc.schemes()) if arguments.all else arguments.scheme
     if not schemes and not arguments.own:
@@ -620,78 +610,6 @@ def rows(table: Path) -> dict[str, str]:
     lines = table.read_text().splitlines() if table.exists() else []
     found = {line.split("|")[1].strip(): line for line in lines if line.count("|") == 10}
     return {name: line for name, line in found.items() if name in FAMILIES}
-
-
-def exact_starts(names: list[str]) -> str:
-    """Write the table of exact starts, Markdown."""
-    lines = [
-        "# Exact starts of every model family",
-        "",
-        "Largest difference between the last hidden states of a small random body and of its patched twin, relative to "
-        "the largest number, float32. Windows are shorter than the texts. A dash: the models take no such call. The "
-        "last columns count failures of transformers' own tests of the models beyond stock, see own_suites.md.",
-        "",
-        "| models | lines of the file | heads | scheme | window | all tokens | padded | packed | cached | own suite "
-        "beyond stock | generation beyond stock |",
-        "|---|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    suites = rows(Path(__file__).parent / "results" / "own_suites.md")
-    for name in names:
-        cells = [cell.strip() for cell in suites[name].split("|")[7:9]] if name in suites else ["not run"] * 2
-        counts = ["0" if cell == "none" else str(cell.count("test_")) if "test_" in cell else cell for cell in cells]
-        lines.append(f"| {' | '.join([*exact_row(name), *counts])} |")
-    lines += ["", machine(), "", f"Command: `python {' '.join(sys.argv)}`"]
-    return "\n".join(lines) + "\n"
-
-
-@torch.no_grad()
-def exact_row(name: str) -> list[str]:
-    """Return the cells of an architecture."""
-    family, architecture, scheme = FAMILIES[name], architectures()[name], exact(name)
-    set_seed(0)
-    stock = family.classes[0](family.config(config_pair(architecture)[0])).eval()
-    for parameter in stock.parameters():  # norms, biases and sinks start at numbers that hide mistakes
-        parameter.add_(0.1 * torch.randn_like(parameter))
-    patched = hf_posenc.patch(copy.deepcopy(stock), scheme)
-    takes, inputs = inspect.signature(stock.forward).parameters, family.inputs()
-    unmasked = {key: value for key, value in inputs.items() if "mask" not in key}
-    whole, got = last(stock, unmasked), last(patched, unmasked)
-    found = {"whole": distance(got, whole), "padded": "-", "packed": "-", "cached": "-"}
-    ids = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
-    mask = inputs.get("decoder_attention_mask", inputs.get("attention_mask"))
-    if mask is not None:
-        found["padded"] = distance(last(patched, inputs)[mask.bool()], last(stock, inputs)[mask.bool()])
-    if "position_ids" in takes:
-        cut = LENGTH // 2 - 1
-        places = torch.cat((torch.arange(cut), torch.arange(LENGTH - cut)))[None] + architecture.first_position(stock)
-        alone = [last(stock, {ids: part}) for part in (inputs[ids][:, :cut], inputs[ids][:, cut:])]
-        together = last(patched, {ids: inputs[ids], "position_ids": places.expand(BATCH, -1)})
-        found["packed"] = distance(together, torch.cat(alone, dim=1))
-    if "past_key_values" in takes and "decoder" in architecture.stacks(stock):
-        cache, steps = None, []
-        for token in inputs[ids].split(1, dim=1):
-            output = patched(**{**unmasked, ids: token}, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            steps.append(output.last_hidden_state)
-        found["cached"] = distance(torch.cat(steps, dim=1), whole)
-    config: Any = stock.config
-    window = getattr(config, "sliding_window", None) or getattr(config, "local_attention", None)
-    heads = [kind for kind in architecture.twins if issubclass(kind, PreTrainedModel)]
-    file = Path(inspect.getfile(hf_posenc)).parent / "patches" / f"{name}.py"
-    lines = len(file.read_text().splitlines())
-    return [name, str(lines), str(len(heads) - 1), scheme, str(window or "-"), *found.values()]
-
-
-def last(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the last hidden states."""
-    if "use_cache" in inspect.signature(model.forward).parameters:
-        return model(**inputs, use_cache=False).last_hidden_state
-    return model(**inputs).last_hidden_state
-
-
-def distance(got: torch.Tensor, expected: torch.Tensor) -> str:
-    """Return the largest difference, relative to the largest number."""
-    return f"{float((got - expected).abs().max() / expected.abs().max()):.0e}"
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ WINDOW = 1024
 # Assumed trained length of a model whose config states none.
 _LENGTH = 512
 _FACTOR = 4
-# Width from which a model is no toy, and tokens of the attention transfer there (benchmarks/results/rates.md).
+# Width from which a model is no toy, and tokens of the attention transfer there (benchmarks/results/README.md).
 _REAL, _TRANSFER = 512, 500_000
 # Windows to measure on where contexts are long, and the tokens of the training for each token of the longest ones:
 # three measurements then read fewer tokens than the training.

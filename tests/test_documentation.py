@@ -46,7 +46,7 @@ def _quickstart_holds(page: ModuleType) -> bool:
 # What must hold after the code of a document, in addition to its own assertions.
 HOLDS: dict[str, Callable[[ModuleType], bool]] = {
     "README.md": lambda page: surgery.is_patched(page.model) and page.output.shape == (2, 8, 32, 16),
-    "docs/adaptation.md": lambda page: surgery.is_patched(page.merged),
+    "docs/own_trainer.md": lambda page: surgery.is_patched(page.merged),
     "docs/quickstart.md": _quickstart_holds,
 }
 # Replaced in the code of documents: small models and texts, few steps, no accelerator.
@@ -93,14 +93,14 @@ def test_code_compiles_and_its_marks_are_known(name: str) -> None:
         assert not mark or mark in NOT_RUN, mark
 
 
-# It trains.
-LONG = "docs/adaptation.md"
-RUN = [pytest.param(n, marks=[pytest.mark.grid] * (n == LONG)) for n in WITH_CODE if n not in BY_THEMSELVES]
+# They train.
+LONG = ("docs/adaptation.md", "docs/own_trainer.md")
+RUN = [pytest.param(n, marks=[pytest.mark.grid] * (n in LONG)) for n in WITH_CODE if n not in BY_THEMSELVES]
 
 
 @pytest.mark.parametrize("name", RUN)
 def test_code_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == LONG:
+    if name in LONG:
         (tmp_path / "text.txt").write_text(builtin_text("heldout")[:20000], encoding="utf-8")
     if name == "docs/loading.md":
         hf_posenc.patch(stock("llama"), "fire").save_pretrained(tmp_path / "converted")

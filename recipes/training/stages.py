@@ -17,7 +17,7 @@ from hf_posenc.scheme import Scheme
 Name = StageName | Literal["fit"]
 
 _WORDS = {"transfer": "attention transfer", "training": "training", "lengthen": "long windows"}
-# Parameters of the model at which the rates below are the best of a grid, see benchmarks/results/rates.md.
+# Parameters of the model at which the rates below are the best of a grid, see benchmarks/results/README.md.
 _SIZE = 470_000
 # Parameters of a model that learns noise from steps of fewer tokens than these. At `_SIZE` such steps do no harm.
 _NOISY, _TOKENS = 135_000_000, 2048

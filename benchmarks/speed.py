@@ -1,43 +1,50 @@
-"""Speed of attention with every scheme, relative to plain attention.
+"""Speed and memory of attention with every scheme, relative to plain attention.
 
-    python benchmarks/attention.py op --output benchmarks/results/attention_op
-    python benchmarks/attention.py model --output benchmarks/results/attention_model
-    python benchmarks/attention.py decode --output benchmarks/results/attention_decode
-    python benchmarks/attention.py decode --window 1024 --hidden 1024 --schemes alibi kerple fox rope
-    python benchmarks/attention.py peers --output benchmarks/results/attention_peers
-    python benchmarks/attention.py op --device cuda
+    python benchmarks/speed.py op --output benchmarks/results/speed_op
+    python benchmarks/speed.py step --output benchmarks/results/speed_step
+    python benchmarks/speed.py decode --output benchmarks/results/speed_decode
+    python benchmarks/speed.py peers --output benchmarks/results/speed_peers
+    python benchmarks/speed.py memory --schemes alibi fire --executors chosen dense
+    python benchmarks/speed.py before --other ../before       # a git worktree of another commit
+    python benchmarks/speed.py op --device cuda
 
 `op` is one layer's attention (B = 1, 8 heads of 64, float32, causal): torch's scaled dot-product attention alone is 1.
 Next to the schemes stand the same with a float mask S x S, which a user writes today for a custom bias, the textbook
-form ("eager"), and three yardsticks: copies of queries and keys alone, which a rotation has to write; transformers' own
-rotation; and the kernel under torch's attention with a bias that costs nothing to make and learns nothing, a view of a
-table.
-`model` is a training step of a Llama with 4 layers, `decode` one more token with a full cache; there 1 is the stock
-model. With `--window`, they are of a Mistral, whose layers see so many tokens. `peers` is `op` for schemes that other
-packages have, and what these take (x-transformers where it is installed).
+form ("eager"), and two yardsticks: copies of queries and keys alone, which a rotation has to write, and transformers'
+own rotation. `step` is a training step of a Llama with 4 layers, `decode` one more token with a full cache; there 1 is
+the stock model. With `--window`, they are of a Mistral, whose layers see so many tokens. `peers` is `op` for schemes
+that other packages have, and for these packages (x-transformers where it is installed).
 
 All cases take turns, so that what else the machine does meets them alike; figures are medians of ratios within a
 round. One thread is timed by its own CPU time, several by the clock, a GPU by its own events: there the default is
-bfloat16, lengths up to 16,384, and the schemes that have kernels. Written are OUTPUT.json, OUTPUT.md and OUTPUT.png.
+bfloat16, lengths up to 16,384, and the schemes that have kernels. Written are OUTPUT.json and OUTPUT.md.
+
+`memory` is the peak of one layer, forward and backward, above the process before it, each case in a fresh process.
+`before` times attention and a training step in this checkout and in another one, which take turns; next to each stands
+this checkout against itself, which is noise.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import datetime
+import itertools
 import json
 import math
+import os
+import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
-from memory import causal_schemes, machine
 from peers import Operands, peers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -48,43 +55,53 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import hf_posenc
 import hf_posenc.attention
-from hf_posenc.attention.cpu import kernel
 
+ROOT = Path(__file__).resolve().parent.parent
 HEADS, HEAD_DIM = 8, 64
 HIDDEN = HEADS * HEAD_DIM
 PLAIN, MASKED, LEARNED_MASK, EAGER = "plain", "with a mask", "with a learned mask", "eager"
 # What no form of a scheme can be faster than, and what a stock Llama does.
-COPIES, ROTATED, VIEW = "q and k copied", "rotated as in transformers", "bias at hand, by blocks"
+COPIES, ROTATED = "q and k copied", "rotated as in transformers"
 FREQUENCIES = (10000.0 ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)).float()
 # The materialised forms keep several tensors S x S x heads.
 LONGEST_MATERIALISED = 2048
 VOCABULARY = 1024
+# What runs when nobody asks for another executor, and the memory that a process may take.
+CHOSEN, LIMIT_GIB = "chosen", 16
 # A case returns seconds by what was timed.
 Case = Callable[[], dict[str, float]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["op", "model", "decode", "peers"])
+    parser.add_argument("what", choices=["op", "step", "decode", "peers", "memory", "before"])
     parser.add_argument("--schemes", nargs="+", help="default all; on a GPU those with kernels")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
         "--lengths",
         nargs="+",
         type=int,
-        help="default 1024 2048 4096 (GPU: 1024 4096 16384); model 1024; decode 4096; peers 1024 2048",
+        help="default 1024 2048 4096 (GPU: 1024 4096 16384); step 1024; decode 4096; peers 1024 2048",
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--hidden", type=int, default=HIDDEN, help="width of the model; heads have 64 channels")
     parser.add_argument("--window", type=int, help="of a Mistral; default a Llama, whose layers see all tokens")
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default float32; bfloat16 on a GPU")
+    parser.add_argument(
+        "--executors", nargs="+", default=[CHOSEN], help="of `memory`: chosen, dense, blocks, fused ..."
+    )
+    parser.add_argument("--other", type=Path, help="of `before`: folder of the other checkout")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if arguments.what in ("memory", "before"):
+        lines = list((peaks if arguments.what == "memory" else before)(arguments))
+        sys.stdout.write("\n".join([*lines, "", machine(), ""]))
+        return
     config = model_config(arguments.hidden, arguments.window)
     makers = {
         "op": operations,
-        "model": partial(training_steps, config),
+        "step": partial(training_steps, config),
         "decode": partial(decoding_steps, config),
         "peers": beside_peers,
     }
@@ -94,7 +111,7 @@ def main() -> None:
         torch.set_default_device(arguments.device)
     usual = [1024, 4096, 16384] if on_gpu else [1024, 2048, 4096]
     lengths = (
-        arguments.lengths or {"op": usual, "model": [1024], "decode": [4096], "peers": [1024, 2048]}[arguments.what]
+        arguments.lengths or {"op": usual, "step": [1024], "decode": [4096], "peers": [1024, 2048]}[arguments.what]
     )
     precision = arguments.dtype or ("bfloat16" if on_gpu else "float32")
     dtype, where = getattr(torch, precision), machine()
@@ -115,7 +132,6 @@ def main() -> None:
         record = {"command": command, "machine": where, "dtype": precision, "ratios": results}
         arguments.output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         arguments.output.with_suffix(".md").write_text(text, encoding="utf-8")
-        picture(results).savefig(arguments.output.with_suffix(".png"), dpi=110)
 
 
 # -- cases -------------------------------------------------------------------------------------------------------------
@@ -145,8 +161,6 @@ def operations(schemes: list[str], length: int, dtype: torch.dtype) -> dict[str,
     cases[ROTATED] = case(
         lambda: F.scaled_dot_product_attention(*apply_rotary_pos_emb(q, k, cos, sin), v, is_causal=True), []
     )
-    if q.device.type == "cpu":
-        cases[VIEW] = with_a_view(*(x.detach() for x in (q, k, v)), grad)
     for name in schemes:
         module = scheme(name, length)
         cases[name] = case(attending(module, of), list(module.parameters()))
@@ -184,40 +198,6 @@ def both_ways(function: Callable[[], Tensor], targets: list[Tensor], grad: Tenso
         return {"forward": forward, "forward + backward": both}
 
     return run
-
-
-def with_a_view(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Case:
-    """Return attention by blocks of rows, with a bias of each that is a view of one table."""
-    length, rows, scale = q.shape[2], 256, HEAD_DIM**-0.5
-    table = torch.randn(HEADS, 2 * length)
-    table[:, length:] = -math.inf
-
-    def blocks() -> Iterator[tuple[slice, slice, Tensor]]:
-        for start in range(0, length, rows):
-            stop = min(start + rows, length)
-            shape, strides = (1, HEADS, stop - start, stop), (0, 2 * length, 1, 1)
-            yield slice(start, stop), slice(stop), table.as_strided(shape, strides, length - stop)
-
-    def forward() -> tuple[Tensor, Tensor]:
-        output, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-        for here, keys, bias in blocks():
-            found = kernel.forward(q[:, :, here].flip(2), k[:, :, keys], v[:, :, keys], bias, scale)
-            output[:, :, here], lse[:, :, here] = (x.flip(2) for x in found)
-        return output, lse
-
-    def both() -> tuple[Tensor, ...]:
-        of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        output, lse = forward()
-        for here, keys, bias in blocks():
-            of_rows, q_rows, out_rows, lse_rows = (x[:, :, here].flip(2) for x in (grad, q, output, lse))
-            done = (q_rows, k[:, :, keys], v[:, :, keys], out_rows, lse_rows)
-            found = kernel.backward(of_rows, done, bias, scale)
-            of_q[:, :, here] = found[0].flip(2)
-            of_k[:, :, keys] += found[1]
-            of_v[:, :, keys] += found[2]
-        return of_q, of_k, of_v
-
-    return lambda: {"forward": seconds(forward), "forward + backward": seconds(both)}
 
 
 def attending(module: hf_posenc.Scheme, of: Operands) -> Callable[[], Tensor]:
@@ -377,10 +357,10 @@ def table(what: str, config: PreTrainedConfig, results: dict[str, Any], setting:
         "peers": "Attention of one layer (B = 1, 8 heads of 64, causal), here and in other packages; 1 is torch's "
         "own without positions.",
         "op": "Attention of one layer (B = 1, 8 heads of 64, causal); 1 is torch's own without positions.",
-        "model": f"A training step of a {of_model}; 1 is the stock model.",
+        "step": f"A training step of a {of_model}; 1 is the stock model.",
         "decode": f"One more token of a {of_model} after S others; 1 is the stock model.",
     }[what]
-    title = {"op": "attention", "peers": "attention, compared with other packages", "model": "a training step"}
+    title = {"op": "attention", "peers": "attention, compared with other packages", "step": "a training step"}
     lines = [
         f"# Speed of {title.get(what, 'decoding')}, {setting.partition(', Python')[0]}",
         "",
@@ -395,30 +375,121 @@ def table(what: str, config: PreTrainedConfig, results: dict[str, Any], setting:
     return "\n".join([*lines, "", f"Command: `{command}`"]) + "\n"
 
 
-def picture(results: dict[str, Any]) -> Figure:
-    """Draw the ratios of every case, a panel for each kind of time."""
-    first = next(iter(results.values()))
-    kinds = list(first[PLAIN])
-    names = [name for name in dict.fromkeys(n for found in results.values() for n in found) if name != PLAIN]
-    last = list(results.values())[-1]
-    names.sort(key=lambda name: last.get(name, first.get(name, {})).get(kinds[-1], 0.0))
-    figure = Figure(figsize=(5.5 * len(kinds), 0.28 * len(names) + 1.4), layout="constrained")
-    markers = "os^DvP*X"
-    for index, kind in enumerate(kinds):
-        axes = figure.add_subplot(1, len(kinds), index + 1)
-        for marker, (setting, found) in zip(markers, results.items(), strict=False):
-            known = [(row, found[name][kind]) for row, name in enumerate(names) if name in found]
-            axes.scatter(
-                [x for _, x in known], [row for row, _ in known], marker=marker, s=30, alpha=0.8, label=setting
-            )
-        axes.axvline(1, color="black", linewidth=0.8)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        axes.set_xlabel(f"{kind}, times plain attention")
-        axes.set_yticks(range(len(names)), names if not index else [])
-        axes.grid(axis="x", alpha=0.3)
-    figure.axes[0].legend(fontsize=8, loc="lower right")
-    return figure
+# -- other processes ---------------------------------------------------------------------------------------------------
+
+# Reads jobs, one JSON line each, and answers with the seconds of the job, or with its peak memory in MiB.
+WORKER = """
+import json, resource, sys, time
+import torch, hf_posenc
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.set_num_threads(1)
+sizes = dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8, vocab_size=1024)
+geometry = hf_posenc.Geometry(heads=8, kv_heads=8, head_dim=64, hidden_size=512, max_positions=8192, last=False)
+
+def attention(scheme, length, executor=None):
+    built = hf_posenc.build(scheme, geometry)
+    operands = [torch.randn(1, 8, length, 64, requires_grad=True) for _ in range(3)]
+    hidden, places = torch.randn(1, length, 512, requires_grad=True), torch.arange(length)[None]
+    given = dict(query_positions=places, key_positions=places, hidden=hidden, executor=executor)
+    return lambda: hf_posenc.attend(built, *operands, **given).sum().backward()
+
+def step(scheme, length):
+    model = hf_posenc.patch(LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=length)), scheme)
+    ids = torch.randint(1024, (1, length))
+    return lambda: model(ids, labels=ids, use_cache=False).loss.backward()
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+made = None
+for line in sys.stdin:
+    what, *job = json.loads(line)
+    torch.manual_seed(0)
+    if what == "memory":
+        limit = GIB_AT_MOST * 2**30  # the dense form would take the machine down with it
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        attention(job[0], 64, job[2])()  # loads what torch loads on first use
+        before = peak()
+        attention(*job)()
+        answer = peak() - before
+    else:
+        if line != made:
+            call, made = (attention if what == "attention" else step)(*job), line
+            call()
+        begin = time.process_time()
+        call()
+        answer = time.process_time() - begin
+    print(json.dumps(answer), flush=True)
+""".replace("GIB_AT_MOST", str(LIMIT_GIB))
+
+
+def worker(tree: Path) -> Any:
+    """Start a process that imports the package from a checkout."""
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", WORKER]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def answer(process: Any, job: list[Any]) -> float:
+    """Return the answer of a worker, infinity if it died."""
+    process.stdin.write(json.dumps(job) + "\n")
+    process.stdin.flush()
+    line = process.stdout.readline()
+    return float(json.loads(line)) if line else math.inf
+
+
+def peaks(arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield the table of the peak memory of one layer, in MiB."""
+    lengths = arguments.lengths or [2048, 4096, 8192]
+    yield "| scheme | executor | " + " | ".join(f"S = {length}" for length in lengths) + " |"
+    yield "|---|---|" + "---:|" * len(lengths)
+    for name, executor in itertools.product(arguments.schemes or causal_schemes(), arguments.executors):
+        found = []
+        for length in lengths:
+            process = worker(ROOT)
+            found.append(answer(process, ["memory", name, length, None if executor == CHOSEN else executor]))
+            process.kill()
+        cells = (f"{peak:.0f}" if peak < math.inf else f"over {LIMIT_GIB} GiB" for peak in found)
+        yield f"| {name} | {executor} | {' | '.join(cells)} |"
+
+
+def before(arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield the table of CPU time in this checkout, in % of the other: median (smallest to largest of the rounds)."""
+    trees = {"before": arguments.other.resolve(), "after": ROOT, "again": ROOT}
+    workers = {name: worker(tree) for name, tree in trees.items()}
+    (length,) = arguments.lengths or [1024]
+    yield f"| scheme | attention, {length:,} tokens | against itself | step, {length // 2:,} | against itself |"
+    yield "|---|---:|---:|---:|---:|"
+    for name in arguments.schemes or causal_schemes():
+        cells = []
+        for job in (["attention", name, length], ["step", name, length // 2]):
+            rounds = [
+                {which: answer(workers[which], job) for which in list(workers)[:: 1 if number % 2 else -1]}
+                for number in range(arguments.rounds)
+            ]
+            for which, base in (("after", "before"), ("again", "after")):
+                ratios = [100 * times[which] / times[base] for times in rounds]
+                cells.append(f"{statistics.median(ratios):.1f} ({min(ratios):.0f} to {max(ratios):.0f})")
+        yield f"| {name} | {' | '.join(cells)} |"
+    for process in workers.values():
+        process.kill()
+
+
+def causal_schemes() -> list[str]:
+    """Return the names of the schemes that decoders can have."""
+    return [name for name, info in hf_posenc.schemes().items() if "causal" in info.directions]
+
+
+def machine() -> str:
+    """Describe where and with what this was measured."""
+    cpu = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.processor(),
+    )
+    where = f"{torch.cuda.get_device_name()}, {cpu}" if torch.cuda.is_available() else cpu
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    return f"{where}, Python {platform.python_version()}, {packages}, {datetime.date.today()}"
 
 
 if __name__ == "__main__":

