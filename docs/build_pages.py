@@ -1,6 +1,6 @@
-"""Draw the pictures of all registered schemes and write the generated parts of their pages.
+"""Write the generated parts of the pages of all registered schemes. The site draws their pictures, see `draw`.
 
-python docs/build_pages.py          # pictures, facts and index
+python docs/build_pages.py          # facts and index
 python docs/build_pages.py --check  # only report what is out of date
 """
 
@@ -14,7 +14,6 @@ from functools import cache
 from io import BytesIO
 from pathlib import Path
 
-from matplotlib.figure import Figure
 from PIL import Image
 from portraits import portrait
 from transformers import LlamaConfig
@@ -53,7 +52,7 @@ def planned(name: str) -> Plan:
 
 
 def facts(info: hf_posenc.SchemeInfo) -> str:
-    """Return the generated part of a scheme's page: a table of facts, and its picture."""
+    """Return the generated part of a scheme's page: a table of facts."""
     plan = planned(info.name)
     rows = [
         ("Name", f"`{info.name}`"),
@@ -75,8 +74,6 @@ def facts(info: hf_posenc.SchemeInfo) -> str:
             "| | |",
             "|---|---|",
             *(f"| {name} | {_cell(value)} |" for name, value in rows),
-            "",
-            f"![{_title(portrait(info.name))}]({info.name}.png)",
             "",
         ]
     )
@@ -112,13 +109,13 @@ def pages() -> list[Path]:
     return [*(PAGES / f"{name}.md" for name in hf_posenc.schemes()), INDEX]
 
 
-def draw(name: str) -> Path:
-    """Draw the picture of a scheme into its file, with few colours so that the file is small."""
-    path = PAGES / f"{name}.png"
-    buffer = BytesIO()
-    portrait(name).savefig(buffer, format="png")
-    Image.open(buffer).convert("RGB").quantize(_COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
-    return path
+def draw(name: str) -> bytes:
+    """Return the picture of a scheme, a PNG with few colours so that the file is small."""
+    drawn, small = BytesIO(), BytesIO()
+    portrait(name).savefig(drawn, format="png")
+    image = Image.open(drawn).convert("RGB").quantize(_COLOURS, dither=Image.Dither.NONE)
+    image.save(small, format="png", optimize=True)
+    return small.getvalue()
 
 
 def main() -> None:
@@ -135,8 +132,6 @@ def main() -> None:
             if not check:
                 page.write_text(text, encoding="utf-8")
                 state = "written"
-        if page != INDEX and not check:
-            state += f", picture of {draw(page.stem).stat().st_size / 1000:.0f} kB"
         sys.stdout.write(f"{page.name}: {state}\n")
         sys.stdout.flush()
     if check and stale:
@@ -167,10 +162,6 @@ def _over_layers(total: int, layers: int) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", r"\|")
-
-
-def _title(figure: Figure) -> str:
-    return figure.get_suptitle().replace("\n", " ")
 
 
 if __name__ == "__main__":

@@ -15,42 +15,27 @@ from typing import Any
 from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
+import hf_posenc
+
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = "benchmarks/results"
+sys.path.insert(0, str(ROOT / "docs"))
+
+from build_pages import FACTS, draw  # noqa: E402
 # Documents outside of docs/: their paths in the repository and on the site.
 ELSEWHERE = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    **{
-        f"{RESULTS}/{path.name}": f"results/{path.name}"
-        for path in sorted((ROOT / RESULTS).iterdir())
-        if path.suffix in {".md", ".png"}
-    },
+    "benchmarks/results/README.md": "results.md",
 }
-# Titles of the results by their paths on the site, in order.
-RESULT_TITLES = dict(
-    sorted(
-        (
-            (place, (ROOT / source).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# "))
-            for source, place in ELSEWHERE.items()
-            if source.startswith(RESULTS) and place.endswith(".md")
-        ),
-        key=lambda entry: entry[1].casefold(),
-    )
-)
 
 
 def on_config(config: Any) -> Any:
-    """List all schemes and results in the navigation, and write formulas as MathML, which needs no script."""
+    """List all schemes in the navigation, and write formulas as MathML, which needs no script."""
     schemes = sorted((ROOT / "docs/schemes").glob("[!R]*.md"))
-    more = {
-        "Schemes": [f"schemes/{path.name}" for path in schemes],
-        "Results": list(RESULT_TITLES),
-    }
     for entry in config.nav:
-        for name in more.keys() & entry.keys():
-            entry[name] += more[name]
+        if "Schemes" in entry:
+            entry["Schemes"] += [f"schemes/{path.name}" for path in schemes]
     fence = {"name": "math", "class": "math", "format": formula}
     config.mdx_configs.setdefault("pymdownx.superfences", {})["custom_fences"] = [fence]
     return config
@@ -60,14 +45,17 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the documents outside of docs/ and the generated pages."""
     for source, place in ELSEWHERE.items():
         files.append(File.generated(config, place, abs_src_path=str(ROOT / source)))
-    for place, write in {"results/index.md": results, "recipes.md": recipes, "command_line.md": commands}.items():
+    for place, write in {"recipes.md": recipes, "command_line.md": commands}.items():
         files.append(File.generated(config, place, content=write()))
+    for name in hf_posenc.schemes():
+        files.append(File.generated(config, f"schemes/{name}.png", content=draw(name)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Change links from paths in the repository to paths on the site."""
+    """Change links from paths in the repository to paths on the site, and show the picture of a scheme."""
     here = page.file.src_uri
+    markdown = markdown.replace(FACTS[1], f"![Picture of the scheme]({Path(here).stem}.png)")
     source = next((path for path, place in ELSEWHERE.items() if place == here), f"docs/{here}")
 
     def changed(match: re.Match[str]) -> str:
@@ -98,13 +86,6 @@ def recipes() -> str:
     for path in sorted((ROOT / "recipes/library").glob("*.yaml")):
         lines += [f"## {path.stem}", "", "```yaml", path.read_text(encoding="utf-8").rstrip(), "```", ""]
     return "\n".join(lines)
-
-
-def results() -> str:
-    """Return a page that lists all measurements."""
-    lines = ["# Results", "", "Each result names its machine, versions, date and command.", ""]
-    lines += [f"- [{title}]({posixpath.basename(place)})" for place, title in RESULT_TITLES.items()]
-    return "\n".join(lines) + "\n"
 
 
 def commands() -> str:
