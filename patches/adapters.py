@@ -154,7 +154,13 @@ class PosencTuner:
         with surgery.all_or_nothing(model):
             # A copy, since the one that was given may go into other models, too.
             config = self.peft_config[adapter_name] = agree(model, copy.copy(self.peft_config[adapter_name]))
-            super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]
+            owner: Any = model.config
+            # By the type of a stock model PEFT knows how names of projections lead to parameters of experts.
+            owner.model_type = config_pair(of_model(model))[0].model_type
+            try:
+                super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]
+            finally:
+                del owner.model_type
             config.check_weights(_whole(self, adapter_name), adapter_name)
 
     def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
@@ -163,6 +169,14 @@ class PosencTuner:
             "add_weighted_adapter: PEFT does not combine the weights of positional schemes. Merge each adapter into a "
             "model of its own, and average the models."
         )
+
+    # Weights of schemes may have names like those of projections. They are trained as a whole, or not at all.
+    def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:
+        return not surgery.is_of_scheme(key) and super()._check_target_module_exists(peft_config, key)  # type: ignore[misc]
+
+    def _create_and_replace(self, *args: Any, current_key: str, **kwargs: Any) -> None:
+        if not surgery.is_of_scheme(current_key):  # as `target_parameters` may lead to
+            super()._create_and_replace(*args, current_key=current_key, **kwargs)  # type: ignore[misc]
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
         if getattr(peft_config, "scheme_only", False):

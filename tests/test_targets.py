@@ -1,0 +1,67 @@
+"""The names by which PEFT finds projections: on a converted model they lead where they lead on the stock one."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+from models import ARCHITECTURES, TINY, stacks_for, stock
+from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+from variants import VARIANTS, identify
+
+import hf_posenc
+from hf_posenc import PosencError
+
+LAYERS = nn.Linear | Conv1D | nn.Embedding
+ANY = [*ARCHITECTURES, *TINY]
+FIRST = {scheme: VARIANTS.get(scheme, [{}])[0] for scheme in hf_posenc.schemes()}
+OPTIONS = [(scheme, options) for scheme in FIRST for options in VARIANTS.get(scheme, [{}])]
+# Each scheme meets one architecture by default, in turn.
+DEFAULT = {(OPTIONS.index((scheme, options)), turn % 7 * 3) for turn, (scheme, options) in enumerate(FIRST.items())}
+CASES = [
+    pytest.param(*case, name, marks=[] if (number, place) in DEFAULT else [pytest.mark.grid])
+    for number, case in enumerate(OPTIONS)
+    for place, name in enumerate(ANY)
+]
+
+
+@functools.cache
+def ways(architecture: str) -> list[tuple[dict[str, Any], set[str]]]:
+    """Return ways to name projections and embeddings, as those of any family, and what they adapt in a stock model."""
+    named = {name for names in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.values() for name in names}
+    for other in ANY:
+        named |= {name.rpartition(".")[2] for name, x in stock(other).named_modules() if isinstance(x, LAYERS)}
+    model = stock(architecture)
+    containers = {name.rpartition(".")[2] for name, x in model.named_modules() if not isinstance(x, LAYERS)}
+    names = sorted(name for name in named - containers if name.isidentifier())
+    found: list[dict[str, Any]] = [{"target_modules": names}, {"target_modules": "all-linear"}]
+    found += [{"target_modules": rf".*\.({'|'.join(names)})"}]
+    found += [{"target_modules": [], "target_parameters": [f"{name}.weight" for name in names]}]
+    kind = model.config.model_type
+    if kind in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING and kind != "mixtral":  # PEFT loses its default
+        found.append({})
+    return [(way, adapted(model, way)) for way in found]
+
+
+def adapted(model: Any, way: dict[str, Any]) -> set[str]:
+    """Return the names of the layers that LoRA adapts."""
+    inside = get_peft_model(copy.deepcopy(model), LoraConfig(r=1, **way)).get_base_model()
+    return {name for name, module in inside.named_modules() if isinstance(module, BaseTunerLayer)}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of all layers that no adapter should be on
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("scheme", "options", "architecture"), CASES, ids=identify)
+def test_names_of_projections_lead_into_no_scheme(scheme: str, options: dict[str, Any], architecture: str) -> None:
+    try:
+        model = hf_posenc.patch(stock(architecture), scheme, **stacks_for(architecture, scheme), **options)
+    except PosencError as error:
+        pytest.skip(str(error))
+    for way, wanted in ways(architecture):
+        assert adapted(model, way) == wanted, way
