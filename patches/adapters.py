@@ -27,9 +27,10 @@ from hf_posenc.errors import CheckpointError, NotPatchedError, OptionError
 from hf_posenc.patches import belonging, binding, record, surgery
 from hf_posenc.patches.architecture import auto_name, config_pair, of_model
 from hf_posenc.patches.checkpoint import DAMAGED
+from hf_posenc.patches.context import Switch
 from hf_posenc.patches.directories import reading
 from hf_posenc.patches.models import attach_recorded
-from hf_posenc.patches.patch import refuse_wrapped
+from hf_posenc.patches.patch import refuse_wrapped, unpatch
 
 # Prefix of the names of types; also a task type, which PEFT's own classes refuse if somebody changes the type.
 _LOCK = "HF_POSENC"
@@ -41,15 +42,15 @@ class PosencAdapter:
     """Mixin of the configurations of adapters on converted models."""
 
     posenc: dict[str, Any] | None = field(default=None, metadata={"help": "The schemes; taken from the model."})
-    base_weights: dict[str, list[str]] | None = field(
+    base_weights: dict[str, Any] | None = field(
         default=None, metadata={"help": "Fingerprint of the weights under the adapter; taken from the model."}
     )
     any_base: bool = field(default=False, metadata={"help": "Accept other base weights."})
 
-    # In memory only: the model's config, and for an adapter that is read, whether its weights are still to come,
-    # their path if known, and whether it converted the model.
+    # In memory only: the model's config, and for an adapter that is read, whether its weights are still to come, and
+    # their path if known.
     _model_config = _weights = cast("Any", None)
-    _pending = _converted = False
+    _pending = False
 
     def __post_init__(self) -> None:
         if self.posenc is not None:
@@ -144,16 +145,28 @@ class PosencLoraConfig(PosencAdapter, LoraConfig):
 
 
 class PosencTuner:
-    """Mixin of PEFT's tuners: adapters go into a converted model, or convert a stock one; all or nothing."""
+    """Mixin of PEFT's tuners: adapters go into a converted model, or convert a stock one; all or nothing.
 
-    model: nn.Module
+    A stock model stays the base of the adapters that convert it: where none of them is active, it computes what it did,
+    with plain adapters or without any; and unloading takes the schemes away.
+    """
+
+    model: Any
     peft_config: dict[str, Any]
+    active_adapters: list[str]
+    # Whether the base is a stock model, and whether adapters are disabled.
+    _stock_base = _off = False
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Put an adapter into the model; all of its adapters have the same schemes."""
+        """Put an adapter into the model; all adapters with schemes have the same ones."""
+        self._stock_base = self._stock_base or not surgery.is_patched(model)
         with surgery.all_or_nothing(model):
             # A copy, since the one that was given may go into other models, too.
-            config = self.peft_config[adapter_name] = agree(model, copy.copy(self.peft_config[adapter_name]))
+            config = self.peft_config[adapter_name] = copy.copy(self.peft_config[adapter_name])
+            if not self._stock_base or _ours(config):
+                agree(model, config)
+            else:
+                config.base_model_name_or_path = config.base_model_name_or_path or belonging.origin(self.model.config)
             owner: Any = model.config
             # By the type of a stock model PEFT knows how names of projections lead to parameters of experts.
             owner.model_type = config_pair(of_model(model))[0].model_type
@@ -161,7 +174,39 @@ class PosencTuner:
                 super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]
             finally:
                 del owner.model_type
-            config.check_weights(_whole(self, adapter_name), adapter_name)
+            if _ours(config):
+                config.check_weights(_whole(self, adapter_name), adapter_name)
+            self._settle()
+
+    def set_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Activate adapters."""
+        super().set_adapter(*args, **kwargs)  # type: ignore[misc]
+        self._settle()
+
+    def delete_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Delete an adapter."""
+        super().delete_adapter(*args, **kwargs)  # type: ignore[misc]
+        self._settle()
+
+    def _enable_adapter_layers(self, enabled: bool = True) -> None:
+        super()._enable_adapter_layers(enabled)  # type: ignore[misc]
+        self._off = not enabled
+        self._settle()
+
+    def _settle(self, *, unloaded: bool = False) -> None:
+        """Switch the schemes of a stock base on or off, as the active adapters ask for."""
+        active = [self.peft_config[name] for name in self.active_adapters if name in self.peft_config]
+        is_off = self._stock_base and not unloaded and (self._off or not any(map(_ours, active)))
+        for module in self.model.modules():
+            if isinstance(module, Switch) and surgery.is_patched(module):
+                module.posenc_disabled = is_off
+
+    def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
+        names = kwargs.get("adapter_names")
+        merged = [self.peft_config[name] for name in (self.active_adapters if names is None else names) if merge]
+        model = super()._unload_and_optionally_merge(merge, *args, **kwargs)  # type: ignore[misc]
+        self._settle(unloaded=True)
+        return unpatch(model) if self._stock_base and not any(map(_ours, merged)) else model
 
     def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
         """Raise `OptionError`: PEFT would leave the weights of schemes at their start in silence."""
@@ -194,10 +239,10 @@ class PosencTuner:
 
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Any:
         ours = [config for config in self.peft_config.values() if _ours(config)]
-        if kwargs.get("adapter_names") is not None and any(config.has_schemes for config in ours):
+        if kwargs.get("adapter_names") is not None and any(self._stock_base or config.has_schemes for config in ours):
             raise OptionError(
-                "adapter_names: the adapters have weights of their own for the positional scheme, which is one for a "
-                "whole batch. Run one batch for each adapter, after set_adapter."
+                "adapter_names: the adapters bring a positional scheme, or weights of their own for it, and it is one "
+                "for a whole batch. Run one batch for each adapter, after set_adapter."
             )
         enable = getattr(super(), "_enable_peft_forward_hooks", lambda *args, **kwargs: contextlib.nullcontext())
         return enable(*args, **kwargs)
@@ -234,17 +279,13 @@ class Kind:
         """Return the weights to save of an adapter, after giving its configuration the class for the model.
 
         That of an adapter inside the model has the class already. That of a prompt may be shared by several models.
-        With weights of schemes go those of the base, with which `disable_adapter` computes.
         """
         base = _base(model)
         if config.is_prompt_learning and surgery.is_patched(base):
             agree(base, config)
         elif config.is_prompt_learning and _ours(config):
             config.__class__ = PEFT_TYPE_TO_CONFIG_MAPPING[config.peft_type]
-        found = self.stock._get_adapter_state_dict(model, config, *args, **kwargs)
-        if getattr(config, "has_schemes", False):
-            found |= {name: tensor for name, tensor in kwargs["state_dict"].items() if binding.is_of_base(name)}
-        return found
+        return self.stock._get_adapter_state_dict(model, config, *args, **kwargs)
 
     def _remap_adapter_state_dict_for_load(
         self, model: Any, config: Any, adapter_name: str, state_dict: dict[str, Any]
@@ -263,8 +304,7 @@ class Kind:
                 if not config.is_prompt_learning:
                     model.delete_adapter(adapter_name)
                 raise
-        if not getattr(config, "_converted", False):  # The base has schemes of its own, which others may use.
-            state_dict = {name: tensor for name, tensor in state_dict.items() if not binding.is_of_base(name)}
+        state_dict = {name: tensor for name, tensor in state_dict.items() if not binding.is_of_base(name)}
         return self.stock._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 
 
@@ -281,7 +321,6 @@ def agree(model: Any, config: Any) -> Any:
     if not isinstance(config, PosencAdapter):
         config.__class__ = PEFT_TYPE_TO_CONFIG_MAPPING[_type_name(config.peft_type)]
     own, wanted = getattr(getattr(model, "config", None), "posenc", None), config.posenc
-    config._converted = own is None
     if own is not None:
         surgery.check_record(of_model(model), model)
         if config._pending and any(wanted.get(key) != own.get(key) for key in ("groups", "strengths")):
@@ -309,15 +348,15 @@ def agree(model: Any, config: Any) -> Any:
             f"{type(config).__name__}(target_modules=[]): {_names(model.config.posenc)} has no parameters, so without "
             "LoRA there is nothing to train. Leave out target_modules, or name the projections to adapt."
         )
-    weights, base = binding.fingerprint(model, config.saved), config.base_model_name_or_path
-    parts = binding.differing(config.base_weights or {}, weights) if config._pending and not config.any_base else []
-    if parts:
+    base = config.base_model_name_or_path
+    if not config._pending or config.any_base:
+        config.base_weights = binding.fingerprint(model, config.saved)
+    elif parts := binding.differing(config.base_weights, model, config.saved):
         raise CheckpointError(
             f"The adapter was trained over other weights than those of this {surgery.stock_class(type(model)).__name__}"
             f" ({' and '.join(parts)} differ). Load it onto its own base{f', {base!r}' if base else ''}; or pass "
             "any_base=True to PeftModel.from_pretrained, if you mean this one."
         )
-    config.base_weights = weights
     # The schemes are saved as they are in the model by then: training may fade and drop its native encoding.
     config.posenc, config._model_config = copy.deepcopy(model.config.posenc), model.config
     if base == belonging.UNSAVED:

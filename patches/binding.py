@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,12 @@ from hf_posenc.patches.surgery import is_of_scheme
 _BOUND = "hf_posenc"
 # Fields that are not bound, since they only tell how to find and load the base.
 _FREE = {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
-# Largest number of values of each tensor that enter a fingerprint.
+# Number of values of each large tensor that enter a fingerprint, at the least.
 _SAMPLE = 1024
+# The version of the fingerprints that are made now. The first, which did not say so, read one column of some matrices.
+_VERSION = 2
+# Types that weights are saved in. Others are quantised, or the tensors of something else.
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def bind(folder: Path) -> None:
@@ -37,52 +42,66 @@ def bind(folder: Path) -> None:
             save_file(load_file(weights), unfinished, metadata={"format": "pt", _BOUND: _digest(_config(weights))})
 
 
-def read(weights: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor of an adapter, after checking that the file belongs to its config.
+def read(weights: Path) -> dict[str, Tensor]:
+    """Return the tensors of an adapter, without values, after checking that the file belongs to its config.
 
-    Only the header is read. Adapters of earlier releases are not bound.
+    Only the header is read.
     """
     _refuse_pickled(weights.parent)
     with reading(f"The adapter {weights}", advice=DAMAGED):
         metadata, tensors = read_header(weights)
-    bound, config = metadata.get(_BOUND), _config(weights)
-    if (bound is not None or "base_weights" in config) and bound != _digest(config):
+    config = weights.with_name(CONFIG_NAME)
+    if _BOUND not in metadata:
         raise CheckpointError(
-            f"{weights.with_name(CONFIG_NAME)} is not the one that {weights.name} was saved with: one of them was "
-            "edited or exchanged. Restore both, or save the adapter again."
+            f"{weights} has no digest of its {config.name} in its header, as every adapter of a converted model has: "
+            "another tool wrote it. Restore both files from the original adapter, or save the adapter again."
         )
-    return {name.removeprefix("base_model.model."): tuple(tensor.shape) for name, tensor in tensors.items()}
+    if metadata[_BOUND] != _digest(_config(weights)):
+        raise CheckpointError(
+            f"{config} is not the one that {weights.name} was saved with: one of them was edited or exchanged. "
+            "Restore both, or save the adapter again."
+        )
+    return {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items()}
 
 
 def check(weights: Path, expected: Mapping[str, Tensor]) -> None:
     """Raise unless an adapter's file has the tensors that saving the adapter would write."""
     found = read(weights)
-    wanted = {name.removeprefix("base_model.model."): tuple(tensor.shape) for name, tensor in expected.items()}
+    wanted = {name.removeprefix("base_model.model."): tensor for name, tensor in expected.items()}
+    both = [(name, found[name], wanted[name]) for name in found if name in wanted]
     check_complete(
         f"adapter {weights}",
-        missing=[name for name in wanted if name not in found and not is_of_base(name)],  # not in earlier releases
-        unknown=[name for name in found if name not in wanted and is_of_scheme(name)],
-        misshapen=[misshapen(n, found[n], wanted[n]) for n in found if found[n] != wanted.get(n, found[n])],
+        missing=[name for name in wanted if name not in found],
+        unknown=[name for name in found if name not in wanted and is_of_scheme(name) and not is_of_base(name)],
+        misshapen=[
+            *(misshapen(n, tuple(x.shape), tuple(y.shape)) for n, x, y in both if x.shape != y.shape),
+            *(f"{n} ({x.dtype}, expected {y.dtype})" for n, x, y in both if not _is_kin(x.dtype, y.dtype)),
+        ],
         remedy="Load it onto the model that it was trained on, or save the adapter again",
     )
 
 
+def _is_kin(found: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether weights of one type may be read into those of another."""
+    return found == wanted or (found in _FLOATS and wanted in _FLOATS)
+
+
 def is_of_base(name: str) -> bool:
-    """Whether the name of a tensor in an adapter is that of a scheme's weight in the base model."""
+    """Whether a tensor in an adapter is a scheme's weight in the base model, which earlier adapters hold, too."""
     return is_of_scheme(name) and "original_module" in name.split(".")
 
 
-def fingerprint(model: nn.Module, held: Collection[str]) -> dict[str, list[str]]:
+def fingerprint(model: nn.Module, held: Collection[str], version: int = _VERSION) -> dict[str, Any]:
     """Return a fingerprint of the weights under an adapter.
 
-    It digests names, shapes, and up to 2047 evenly spaced values of each parameter. Values are rounded in two ways, to
+    It digests names, shapes, and values from every row and column of each parameter. Values are rounded in two ways, to
     bfloat16 and through float16, so that the float32 and half-precision forms of a checkpoint share a digest. The
     matrices of linear layers have a part of their own, because quantisation changes only them; schemes are in the rest.
     Modules whose names end as in `held`, which the adapter saves as a whole, are left out.
 
     Returns:
-        The SHA-256 of the parts `matrices` and `rest`, rounded in both ways; empty for a part that is quantised,
-        sharded or offloaded.
+        The SHA-256 of the parts `matrices` and `rest`, rounded in both ways, and the version; the list is empty for a
+        part that is quantised, sharded or offloaded.
     """
     digests = {part: (hashlib.sha256(), hashlib.sha256()) for part in ("matrices", "rest")}
     unreadable = set()
@@ -96,19 +115,48 @@ def fingerprint(model: nn.Module, held: Collection[str]) -> dict[str, list[str]]
         if type(values) is not Tensor or values.is_meta or not values.is_floating_point() or not values.numel():
             unreadable.add(part)
             continue
-        flat = values.reshape(-1)
-        sample = flat[:: max(1, len(flat) // _SAMPLE)].cpu()
+        sample = values.reshape(-1)[:: _stride(values, version)].cpu()
         for digest, rounded in zip(digests[part], (sample, sample.to(torch.float16)), strict=True):
             digest.update(f"{name} {tuple(values.shape)}".encode())
             digest.update(rounded.to(torch.bfloat16).view(torch.int16).numpy().tobytes())
-    return {
+    found = {
         part: [] if part in unreadable else [digest.hexdigest() for digest in both] for part, both in digests.items()
     }
+    return {**found, "version": version}
 
 
-def differing(wanted: Mapping[str, Collection[str]], found: Mapping[str, Collection[str]]) -> list[str]:
-    """Return the parts of two fingerprints that are known and differ."""
-    return [part for part, own in wanted.items() if own and found.get(part) and set(own).isdisjoint(found[part])]
+def _stride(values: Tensor, version: int) -> int:
+    """Return the distance of the values of a tensor that enter a fingerprint."""
+    count = values.numel()
+    if version == 1:
+        return max(1, count // _SAMPLE)
+    # At most a row or a column apart, so that no row or column is left out; coprime to all sizes, so that the values
+    # of neighbouring rows are in different columns.
+    width = values.shape[-1] if values.ndim else 1
+    stride = max(1, min(width, count // width, count // _SAMPLE))
+    return next(number for number in range(stride, 0, -1) if math.gcd(number, count) == 1)
+
+
+def differing(wanted: Mapping[str, Any] | None, model: nn.Module, held: Collection[str]) -> list[str]:
+    """Return the parts of a model's weights that differ from a fingerprint; what cannot be read does not.
+
+    Raises:
+        CheckpointError: There is no fingerprint, or it is of a later version.
+    """
+    if not wanted:
+        raise CheckpointError(
+            "The adapter has no fingerprint of its base ('base_weights' in adapter_config.json), as every adapter of a "
+            "converted model has. Restore the file from the original adapter, or save the adapter again."
+        )
+    version = wanted.get("version", 1)
+    if version not in range(1, _VERSION + 1):
+        raise CheckpointError(
+            f"The adapter has a fingerprint of its base of version {version!r}, and this release knows versions up to "
+            f"{_VERSION}. Upgrade: pip install -U hf-posenc."
+        )
+    found = fingerprint(model, held, version)
+    parts = [part for part in ("matrices", "rest") if wanted.get(part) and found[part]]
+    return [part for part in parts if set(wanted[part]).isdisjoint(found[part])]
 
 
 def _base_parameters(

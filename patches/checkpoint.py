@@ -224,7 +224,7 @@ def read_header(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         # Of types that transformers does not list, only the kind of number counts here.
         named = {name: part.get_dtype() for name, part in parts.items()}
         kinds = {
-            name: str_to_torch_dtype.get(kind, torch.float32 if kind.startswith("F") else torch.uint8)
+            name: str_to_torch_dtype.get(kind, torch.float8_e4m3fn if kind.startswith("F") else torch.uint8)
             for name, kind in named.items()
         }
         tensors = {n: torch.empty(part.get_shape(), dtype=kinds[n], device="meta") for n, part in parts.items()}

@@ -38,19 +38,19 @@ class Mixin:
 class Switch(Mixin):
     """Mixin of modules that run their stock forward where `disabled` says so."""
 
-    posenc_replica_disabled: bool = False
+    posenc_disabled: bool = False  # an adapter's doing, or in a replica
     # Strengths of the model's own encoding and of the schemes; whether the former was removed.
     posenc_strengths: Strengths = FULL
     posenc_removed: bool = False
 
     def is_disabled(self) -> bool:
-        """Whether the running thread has disabled the patch of this module."""
-        return id(self) in DISABLED.modules or self.posenc_replica_disabled
+        """Whether the patch of this module is disabled, by the running thread or by an adapter."""
+        return id(self) in DISABLED.modules or self.posenc_disabled
 
     def _replicate_for_data_parallel(self) -> Any:
         # The threads that run replicas compute a part of the caller's forward.
         replica = super()._replicate_for_data_parallel()  # type: ignore[misc]
-        replica.posenc_replica_disabled = self.is_disabled()
+        replica.posenc_disabled = self.is_disabled()
         return replica
 
 

@@ -114,18 +114,72 @@ def test_an_adapter_converts_the_stock_model_it_is_loaded_onto(
     assert not torch.equal(before, after)
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "adapter_model.safetensors")
-    assert len([name for name in saved if scheme_only or "hf_posenc" in name]) == 2 * len(own)  # and of the start
+    assert len([name for name in saved if scheme_only or "hf_posenc" in name]) == len(own)
 
     loaded = PeftModel.from_pretrained(stock(architecture), tmp_path, low_cpu_mem_usage=scheme_only).eval()
     assert torch.equal(logits(loaded, architecture, ids), after)
-    with loaded.disable_adapter():
-        assert torch.equal(logits(loaded, architecture, ids), before)
     assert loaded.base_model.model.config.posenc == model.base_model.model.config.posenc
     merged, tolerance = loaded.merge_and_unload(), 0 if scheme_only else 1e-4
     torch.testing.assert_close(logits(merged, architecture, ids), after, atol=tolerance, rtol=tolerance)
     merged.save_pretrained(tmp_path / "merged")
     again = type(merged).from_pretrained(tmp_path / "merged")
     assert torch.equal(logits(again, architecture, ids), logits(merged, architecture, ids))
+
+
+@pytest.mark.filterwarnings("ignore:Adapter default was active which is now deleted:UserWarning")
+@pytest.mark.parametrize(
+    ("architecture", "scheme", "options"),
+    [case if number % 5 == 4 else pytest.param(*case, marks=pytest.mark.grid) for number, case in enumerate(CASES)],
+)
+def test_a_stock_base_stays_the_base(architecture: str, scheme: str, options: dict[str, Any], tmp_path: Path) -> None:
+    def off(ids: torch.Tensor) -> torch.Tensor:
+        with loaded.disable_adapter():
+            return logits(loaded, architecture, ids)
+
+    ids = tokens(architecture, 2, 15)
+    base, plain = stock(architecture), {"target_modules": TARGETS[architecture], "init_lora_weights": False}
+    base.config._name_or_path = base.name_or_path = str(DIRECTORIES[architecture])
+    before, wanted = state(base), logits(base, architecture, ids)
+    weights = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    around = get_peft_model(stock(architecture), LoraConfig(fan_in_fan_out=architecture == "gpt2", **plain)).eval()
+    around.save_pretrained(tmp_path / "plain")
+    without = logits(around, architecture, ids)
+    model = adapted(architecture, scheme, **options)
+    model.save_pretrained(tmp_path / "scheme")
+    after = logits(model, architecture, ids)
+
+    loaded = PeftModel.from_pretrained(base, tmp_path / "scheme").eval()
+    assert torch.equal(off(ids), wanted)
+    assert torch.equal(logits(loaded, architecture, ids), after)
+    # A plain adapter is one of the stock model, after the other and before it, and is saved as such.
+    loaded.load_adapter(tmp_path / "plain", "plain")
+    assert torch.equal(logits(loaded, architecture, ids), after)
+    loaded.set_adapter("plain")
+    assert torch.equal(logits(loaded, architecture, ids), without)
+    assert torch.equal(off(ids), wanted)
+    assert torch.equal(logits(loaded, architecture, ids), without)
+    loaded.save_pretrained(tmp_path / "again", selected_adapters=["plain"])
+    again = PeftModel.from_pretrained(stock(architecture), tmp_path / "again" / "plain").eval()
+    assert torch.equal(logits(again, architecture, ids), without)
+    other = copy.deepcopy(loaded)
+    torch.testing.assert_close(logits(other.merge_and_unload(), architecture, ids), without, atol=1e-4, rtol=1e-4)
+    loaded.set_adapter("default")
+    assert torch.equal(logits(loaded, architecture, ids), after)
+    assert torch.equal(off(ids), wanted)
+    other = copy.deepcopy(loaded)
+    other.delete_adapter("default")
+    assert torch.equal(logits(other, architecture, ids), without)
+    merged = copy.deepcopy(loaded).merge_and_unload()
+    torch.testing.assert_close(logits(merged, architecture, ids), after, atol=1e-4, rtol=1e-4)
+    loaded.set_adapter("plain")
+    unloaded = loaded.unload().requires_grad_(True)
+    found = unloaded.state_dict()
+    assert unloaded is base
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+    assert torch.equal(logits(unloaded, architecture, ids), wanted)
+    assert [kind for _, kind, _ in state(unloaded)[0]] == [kind for _, kind, _ in before[0]]
+    assert unloaded.config.to_dict() == before[3]
 
 
 def test_an_adapter_fits_a_model_converted_in_the_same_way_only(saved: Path, working: PeftModel) -> None:
@@ -281,6 +335,21 @@ def cut(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
+def without_metadata(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    save_file(load_file(file), file, {"format": "pt"})
+
+
+def unbound(folder: Path) -> None:
+    edit(folder, lambda config: config.pop("base_weights"))
+    without_metadata(folder)
+
+
+def unbased(folder: Path) -> None:
+    edit(folder, lambda config: config.pop("base_weights"))
+    binding.bind(folder)
+
+
 def misshapen(part: str) -> Callable[[Path], None]:
     def change(weights: dict[str, torch.Tensor]) -> None:
         key = next(key for key in weights if part in key)
@@ -305,6 +374,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut short": (cut, "adapter_model.safetensors cannot be read .*truncated.* save it again"),
     "pickled": (pickled, "adapter_model.bin is pickled.* save the adapter again"),
     "unknown scheme": (lambda folder: (edit(folder, unknown), binding.bind(folder)), "'unknown'"),
+    "no digests": (unbound, "has no digest of its adapter_config.json .* save the adapter again"),
+    "no digest in the weights": (without_metadata, "has no digest of its adapter_config.json"),
+    "no digest of the base": (unbased, "has no fingerprint of its base"),
     "another config": (lambda folder: edit(folder, wider), "adapter_config.json is not the one .* Restore both"),
 }
 
@@ -352,19 +424,19 @@ def test_an_adapter_knows_its_base(saved: Path) -> None:
         accepted = PeftModel.from_pretrained(other, saved, any_base=True).eval()
         assert not torch.equal(logits(accepted, "llama", ids), wanted)
         accepted.save_pretrained(saved / name)
-        PeftModel.from_pretrained(hf_posenc.unpatch(accepted.unload()), saved / name)  # it is its base from now on
+        PeftModel.from_pretrained(accepted.unload(), saved / name)  # it is its base from now on
 
 
 def test_what_cannot_be_read_of_a_base_is_not_compared() -> None:
     model = stock("llama")
     whole = binding.fingerprint(model, [])
-    assert binding.differing(whole, binding.fingerprint(model.to("meta"), [])) == []
+    assert binding.differing(whole, model.to("meta"), []) == []
     quantised = stock("llama")
     quantised.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(
         torch.ones(2, 3, dtype=torch.uint8), requires_grad=False
     )
     found = binding.fingerprint(quantised, [])
-    assert found == {"matrices": [], "rest": whole["rest"]}
+    assert found == {**whole, "matrices": []}
     # Adapters and what they hold are no part of it.
     around = get_peft_model(stock("llama"), LoraConfig(target_modules=["q_proj"], modules_to_save=["up_proj"]))
     assert binding.fingerprint(around.get_base_model(), []) == whole
@@ -419,22 +491,79 @@ def test_no_edit_of_the_config_loads_with_other_logits(saved: Path, working: Pef
     assert count > 150
 
 
-def test_adapters_of_earlier_releases_load(saved: Path, working: PeftModel, tmp_path: Path) -> None:
-    ids, folder = tokens("llama", 2, 15), tmp_path / "earlier"
-    shutil.copytree(saved, folder)
+# Sizes of matrices: powers of two, primes, one row, one column, many rows, and a stack of matrices.
+SIZES = [(512, 512), (1024, 64), (64, 1024), (2048, 8), (127, 131), (1, 4096), (4096, 1), (3000, 7), (4, 64, 128), (6,)]
 
-    def earlier(config: dict[str, Any]) -> None:
-        del config["base_weights"]
-        config["task_type"] = config["posenc"].pop("locked")
 
-    edit(folder, earlier)
-    file = folder / "adapter_model.safetensors"
-    weights = load_file(file)
-    save_file({name: weights[name] for name in weights if "original_module" not in name}, file, {"format": "pt"})
-    loaded = PeftModel.from_pretrained(stock("llama"), folder).eval()
+@pytest.mark.parametrize("size", SIZES)
+def test_a_fingerprint_sees_every_row_and_column(size: tuple[int, ...]) -> None:
+    values = torch.zeros(size)
+    flat = values.view(-1)
+    flat[:: binding._stride(values, 2)] = 1
+    for axis in range(values.ndim):
+        seen = values.movedim(axis, 0).reshape(size[axis], -1).sum(1)
+        assert seen.min() > 0
+        assert seen.max() <= 3 * seen.min() + 1
+    assert flat.sum() <= max(2048, 8 * max(size))
+
+
+def edited_base(folder: Path, version: Any) -> None:
+    edit(folder, lambda config: config["base_weights"].update(version=version))
+    binding.bind(folder)
+
+
+def test_a_change_of_a_column_is_noticed(saved: Path, tmp_path: Path) -> None:
+    other = stock("llama")
+    weight = other.model.layers[1].self_attn.q_proj.weight
+    for column in range(0, weight.shape[1], 7):
+        with torch.no_grad():
+            weight.copy_(stock("llama").model.layers[1].self_attn.q_proj.weight)
+            weight[:, column] *= 1.1
+        with pytest.raises(CheckpointError, match=r"matrices differ"):
+            PeftModel.from_pretrained(other, saved)
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    edited_base(tmp_path, 3)
+    refused(stock("llama"), tmp_path, "fingerprint of its base of version 3, .* versions up to 2. Upgrade")
+
+
+def test_an_adapter_of_the_first_version_loads(saved: Path, working: PeftModel, tmp_path: Path) -> None:
+    ids = tokens("llama", 2, 15)
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+
+    def first(config: dict[str, Any]) -> None:
+        config["base_weights"] = binding.fingerprint(stock("llama"), ["hf_posenc"], 1)
+        del config["base_weights"]["version"]
+
+    edit(tmp_path, first)
+    # It held what its schemes began with, too.
+    prefix = "base_model.model.model.layers.0.self_attn.hf_posenc"
+    rewrite(tmp_path, lambda found: found.update({f"{prefix}.original_module.c": found[f"{prefix}.c"] + 1}))
+    binding.bind(tmp_path)
+    loaded = PeftModel.from_pretrained(stock("llama"), tmp_path).eval()
     assert torch.equal(logits(loaded, "llama", ids), logits(working, "llama", ids))
-    without("layers.0.self_attn.q_proj.lora_B")(folder)
-    refused(stock("llama"), folder, "misses .*q_proj.lora_B")
+    other = stock("llama")
+    with torch.no_grad():
+        other.model.norm.weight.mul_(1.01)
+    refused(other, tmp_path, "rest differ")
+
+
+DTYPES = [torch.int32, torch.bool, torch.uint8, torch.int64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("part", ["lora_A", "lora_B", "hf_posenc"])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64, torch.bfloat16, torch.float16])
+def test_weights_of_an_adapter_are_floating_numbers(dtype: torch.dtype, part: str, saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        name = next(name for name in weights if part in name)
+        weights[name] = weights[name].to(dtype)
+
+    rewrite(tmp_path, change)
+    if dtype in DTYPES:
+        refused(stock("llama"), tmp_path, rf"misshapen .*{part}.* expected torch.float32\)")
+    else:
+        PeftModel.from_pretrained(stock("llama"), tmp_path)
 
 
 def test_the_config_alone_can_be_kept(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def test_a_model_is_disabled_for_the_calling_thread_only(architecture: str) -> N
         stock = models.logits(model, architecture, ids)
         # A replica computes a part of its caller's forward, in a thread of its own.
         replica = model.get_decoder() if architecture == "t5" else model.base_model
-        assert replica._replicate_for_data_parallel().posenc_replica_disabled
+        assert replica._replicate_for_data_parallel().posenc_disabled
         assert torch.equal(in_a_thread(lambda: models.logits(model, architecture, ids)), want)
         torch.testing.assert_close(models.logits(compiled, architecture, ids), stock)
         torch.testing.assert_close(in_a_thread(lambda: models.logits(compiled, architecture, ids)), want)
@@ -202,7 +202,7 @@ def test_a_model_is_disabled_for_the_calling_thread_only(architecture: str) -> N
             pass
         assert torch.equal(models.logits(model, architecture, ids), stock)
     torch.testing.assert_close(models.logits(compiled, architecture, ids), want)
-    assert not replica._replicate_for_data_parallel().posenc_replica_disabled
+    assert not replica._replicate_for_data_parallel().posenc_disabled
     assert torch.equal(models.logits(model, architecture, ids), want)
     torch.compiler.reset()
 
