@@ -32,8 +32,10 @@ from hf_posenc.patches.directories import reading
 from hf_posenc.patches.models import attach_recorded
 from hf_posenc.patches.patch import refuse_wrapped, unpatch
 
-# Prefix of the names of types; also a task type, which PEFT's own classes refuse if somebody changes the type.
+# Begins the names of types; also a task type, which PEFT's own classes refuse if somebody changes the type.
 _LOCK = "HF_POSENC"
+# Ends both in files: without this package, PEFT raises an error that consists of a name that it does not know.
+_REMEDY = ": run `import hf_posenc` (pip install hf-posenc) before this adapter is loaded"
 _SCHEMES = {surgery.OWN, surgery.SHARED}
 
 
@@ -101,11 +103,11 @@ class PosencAdapter:
         if now is not None:
             self.posenc = copy.deepcopy(now)
         found: dict[str, Any] = super().to_dict()  # type: ignore[misc]
-        found["peft_type"] = _type_name(found["peft_type"])
+        found["peft_type"] = _type_name(found["peft_type"]) + _REMEDY
         del found["any_base"]
         if self.posenc is not None:
             found["posenc"]["locked"] = found["task_type"]
-            found["task_type"] = _LOCK
+            found["task_type"] = _LOCK + _REMEDY
         return found
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
@@ -319,7 +321,7 @@ def agree(model: Any, config: Any) -> Any:
         CheckpointError: The adapter's schemes cannot be followed, or it was trained over other weights.
     """
     if not isinstance(config, PosencAdapter):
-        config.__class__ = PEFT_TYPE_TO_CONFIG_MAPPING[_type_name(config.peft_type)]
+        config.__class__ = _configs()[_type_name(config.peft_type)]
     own, wanted = getattr(getattr(model, "config", None), "posenc", None), config.posenc
     if own is not None:
         surgery.check_record(of_model(model), model)
@@ -431,8 +433,13 @@ def _ours(config: Any) -> bool:
     return any(isinstance(one, PosencAdapter) for one in (config.values() if isinstance(config, dict) else [config]))
 
 
-def _type_name(kind: PeftType) -> Any:
+def _type_name(kind: PeftType) -> str:
     return f"{_LOCK}_{kind.value}"
+
+
+def _configs() -> dict[str, Any]:
+    """Return PEFT's table of configuration classes by the type in a file."""
+    return cast("Any", PEFT_TYPE_TO_CONFIG_MAPPING)
 
 
 def register_all() -> None:
@@ -443,7 +450,8 @@ def register_all() -> None:
         if tuner is None or isinstance(tuner, Kind) or kind == PeftType.MULTITASK_PROMPT_TUNING:
             continue
         config = PosencLoraConfig if stock is LoraConfig else dataclass(_twin(PosencAdapter, stock))
-        PEFT_TYPE_TO_CONFIG_MAPPING[_type_name(kind)] = config
+        for ending in ("", _REMEDY):  # the first adapters had the name alone
+            _configs()[_type_name(kind) + ending] = config
         own = _twin(PosencTuner, tuner) if issubclass(tuner, BaseTuner) else None
         PEFT_TYPE_TO_TUNER_MAPPING[kind] = cast("Any", Kind(tuner, own))
     if "posenc" not in CONFIG_KEYS_TO_CHECK[PeftType.LORA]:

@@ -535,6 +535,7 @@ def test_an_adapter_of_the_first_version_loads(saved: Path, working: PeftModel, 
         del config["base_weights"]["version"]
 
     edit(tmp_path, first)
+    edit(tmp_path, lambda config: config.update(peft_type="HF_POSENC_LORA", task_type="HF_POSENC"))
     # It held what its schemes began with, too.
     prefix = "base_model.model.model.layers.0.self_attn.hf_posenc"
     rewrite(tmp_path, lambda found: found.update({f"{prefix}.original_module.c": found[f"{prefix}.c"] + 1}))
