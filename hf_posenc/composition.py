@@ -171,6 +171,7 @@ def compose(name: str, kinds: tuple[type[Scheme], ...]) -> type[Composite]:
         "__module__": "hf_posenc.registry",
         "kinds": kinds,
         "name": name,
+        "directions": tuple(way for way in kinds[0].directions if all(way in kind.directions for kind in kinds)),
         "reproduces": kinds[0].reproduces,
         "neutral_options": kinds[0].neutral_options,
         "adaptation": replace(advice, options={key: x for key, x in advice.options.items() if key != "shared"}),

@@ -299,6 +299,7 @@ class Block:
         keep: Mask of keys each row may see, bool `[B|1, H|1, q|1, K]`; `None` means all keys.
         values: Values of the keys, `[B, G, K, D]`.
         native: True if the logits given to `score` include the model's own encoding besides the product of `q` and `k`.
+        causal: False if these rows may see keys at later positions; in decoders a mask may show some.
         state: Per-token state of the keys from `project`, each `[B, K, ...]`.
         own: Per-token state of these rows' own tokens, each `[B, q, ...]`.
         tables: Tensors that `project` made once for the whole call.
@@ -309,6 +310,7 @@ class Block:
     keep: Tensor | None = None
     values: Tensor | None = None
     native: bool = False
+    causal: bool = True
     state: Mapping[str, Tensor] = field(default_factory=dict)
     own: Mapping[str, Tensor] = field(default_factory=dict)
     tables: Mapping[str, Tensor] = field(default_factory=dict)

@@ -117,7 +117,7 @@ def register_scheme(
                 f"register_scheme({name!r}): the name is taken by {known.cls.__module__}.{known.cls.__qualname__}. "
                 "Choose another name."
             )
-        cls.name = name
+        cls.name, cls.directions = name, directions
         _SCHEMES[name] = SchemeInfo(name, cls, paper, family, directions, usual)
         return cls
 
@@ -164,8 +164,8 @@ def _combined(name: str, parts: list[SchemeInfo]) -> SchemeInfo:
             addons = ", ".join(known.name for known in schemes().values() if known.family == "add-on")
             raise OptionError(f"{name}: {other.name} is no add-on to another scheme. These are: {addons}.")
     kinds = tuple(part.cls for part in parts)
-    directions = tuple(way for way in base.directions if all(way in other.directions for other in others))
-    return SchemeInfo(name, compose(name, kinds), ", ".join(p.paper for p in parts), base.family, directions)
+    made = compose(name, kinds)
+    return SchemeInfo(name, made, ", ".join(p.paper for p in parts), base.family, made.directions)
 
 
 def __getattr__(name: str) -> type[Scheme]:

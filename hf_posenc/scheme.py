@@ -65,6 +65,8 @@ class Scheme(nn.Module, metaclass=_Started):
 
     # The registered name.
     name: ClassVar[str] = ""
+    # The registered directions of attention.
+    directions: ClassVar[tuple[str, ...]] = ("causal", "bidirectional")
     # The kind of native encoding that this scheme can reproduce ("rotary", "learned", "t5"), if any.
     reproduces: ClassVar[str | None] = None
     # Options that make the start a no-op when the native encoding is kept, exactly or within `start_tolerance`; None if

@@ -141,12 +141,10 @@ class Folded:
             and one block for the whole call. The output has as many channels as that of `mix`. Only the products that
             the causal rule leaves visible need be right; others must be finite.
         span: Largest difference between the positions of queries.
-        ahead: Whether products with keys at later positions than the query's are right, too.
     """
 
     of: Callable[[Tensor, Tensor, Tensor, Block], tuple[Tensor, Tensor, Tensor]]
     span: float = math.inf
-    ahead: bool = True
 
 
 @dataclass(frozen=True, eq=False)

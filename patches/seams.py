@@ -258,7 +258,7 @@ class LayerCall:
             # A cache drops tokens by slots. Padding between tokens makes these distances longer than positions.
             span = self.window if keep is not None and rule == "slots" and keys > (self.window or keys) else None
             return Mask(rule, keep=keep, window=window, span=span)
-        return from_tensor(self.mask, "all", (batch, heads, queries, keys), window=window)
+        return replace(from_tensor(self.mask, "all", (batch, heads, queries, keys), window=window), real=real)
 
 
 class PosencLayer(Mixin):
@@ -492,6 +492,7 @@ class Blended(Scheme):
     def __init__(self, scheme: Scheme, strength: float) -> None:
         super().__init__(scheme.geometry)
         self.scheme, self.strength = scheme, strength
+        self.name, self.directions = scheme.name, scheme.directions  # type: ignore[misc]
         self.reads_keys, self.history, self.window = scheme.reads_keys, scheme.history, scheme.window
 
     def overrides(self, seam: str) -> bool:

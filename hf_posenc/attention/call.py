@@ -9,8 +9,9 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.mask import Mask, slots_tell_distances
+from hf_posenc.attention.mask import Mask, sees_ahead, slots_tell_distances
 from hf_posenc.operands import Block, Positions
+from hf_posenc.ops import transformed
 from hf_posenc.scheme import Scheme
 
 # Minimum number of queries for the fused paths: fewer are not worth their calls.
@@ -113,8 +114,17 @@ class Call:
 
     @property
     def causal(self) -> bool:
-        """Whether the layer is causal; the mask says what is hidden."""
-        return self.scheme.geometry.causal
+        """Whether the layer is causal, and no query sees a key at a later position all the same.
+
+        While a graph is traced, which has no numbers, some may wherever no rule forbids it.
+        """
+        if not self.scheme.geometry.causal or self.mask.rule != "all":
+            return self.scheme.geometry.causal
+        return not (torch.compiler.is_compiling() or transformed() or self._sees_ahead)
+
+    @functools.cached_property
+    def _sees_ahead(self) -> bool:
+        return sees_ahead(self.positions, self.mask)
 
     @property
     def one_softmax(self) -> bool:
@@ -130,7 +140,7 @@ class Call:
     @functools.cached_property
     def slots_tell_distances(self) -> bool:
         """Whether every visible key is as far from its query in positions as in slots."""
-        return slots_tell_distances(self.positions, self.mask, causal=self.causal)
+        return slots_tell_distances(self.positions, self.mask, causal=self.scheme.geometry.causal)
 
     def blocks(self, rows: int) -> Iterator[Rows]:
         """Return blocks of so many queries, each with the keys that it can see."""
@@ -148,6 +158,7 @@ class Call:
             keep=keep,
             values=self.v,
             native=self.native_score is not None or self.content_q is not None,
+            causal=self.causal,
             state=self.state,
             own=self.own,
             tables=self.tables,

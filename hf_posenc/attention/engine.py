@@ -18,7 +18,7 @@ from hf_posenc.attention.gpu.flex import Flex
 from hf_posenc.attention.gpu.kernels import Triton
 from hf_posenc.attention.mask import Mask, from_tensor, slots_tell_distances
 from hf_posenc.attention.sdpa import Sdpa
-from hf_posenc.errors import OptionError, PositionError, ShapeError
+from hf_posenc.errors import DirectionError, OptionError, PositionError, ShapeError
 from hf_posenc.operands import Positions, Tokens, check_coords
 from hf_posenc.ops import transformed
 from hf_posenc.scheme import Scheme
@@ -72,7 +72,10 @@ def run(call: Call, *, executor: str | None = None) -> tuple[Tensor, Tensor | No
 
     Raises:
         OptionError: The named executor cannot run the call.
+        DirectionError: A query sees a key at a later position, and the scheme is not defined for any.
     """
+    if call.scheme.geometry.causal and "bidirectional" not in call.scheme.directions:
+        _check_direction(call)
     used = choose(call) if executor is None else _named(executor, call)
     # A context variable would break a graph that is being compiled.
     record = None if torch.compiler.is_compiling() else _RECORD.get()
@@ -80,6 +83,15 @@ def run(call: Call, *, executor: str | None = None) -> tuple[Tensor, Tensor | No
         record.append(used.describe(call))
     output, weights = used.run(call)
     return output, weights if call.need_weights else None
+
+
+def _check_direction(call: Call) -> None:
+    # A graph that is traced has no numbers.
+    if not (call.causal or torch.compiler.is_compiling() or transformed()):
+        raise DirectionError(
+            f"Got a mask that lets a query see keys at later positions; {call.scheme.name} is defined for keys up to "
+            "the query's own. Use a causal mask, or another scheme."
+        )
 
 
 def _named(name: str, call: Call) -> Executor:

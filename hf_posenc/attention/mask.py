@@ -27,6 +27,7 @@ class Mask:
         ahead: Number of keys before the first query's own, K - Q (rule `"slots"`).
         window: Distance in positions, in either direction, from which keys are hidden; `None` hides none.
         span: Distance in slots from which keys behind a query are hidden, too (rule `"slots"`); `None` hides none.
+        real: Queries that are no padding, bool `[B|1, Q]`; `None` means all. What others see means nothing.
     """
 
     rule: Literal["all", "slots", "positions"] = "all"
@@ -35,6 +36,7 @@ class Mask:
     ahead: int = 0
     window: int | None = None
     span: int | None = None
+    real: Tensor | None = None
 
     @property
     def only_ahead(self) -> bool:
@@ -83,7 +85,8 @@ class Mask:
 
         keep, bias = (None if x is None else part(x) for x in (self.keep, self.bias))
         ahead = self.ahead + start - first if self.rule == "slots" else self.ahead
-        return replace(self, keep=keep, bias=bias, ahead=ahead)
+        real = None if self.real is None else self.real[:, start:stop]
+        return replace(self, keep=keep, bias=bias, ahead=ahead, real=real)
 
     def first_needed(self, start: int) -> int:
         """Return the first key that the query rows from `start` on may see, where slots tell distances."""
@@ -124,6 +127,25 @@ def from_tensor(
         return Mask(rule, keep=mask if mask.dtype == torch.bool else mask != 0, window=window)
     keep = mask > _HIDDEN
     return Mask(rule, keep=keep, bias=mask.masked_fill(~keep, 0), window=window)
+
+
+def sees_ahead(positions: Positions, mask: Mask) -> bool:
+    """Whether some query, padding aside, may see a key at a later position, as under the mask of a prefix."""
+    if mask.rule != "all":
+        return False
+    length, keys = positions.query.shape[1], positions.key.shape[1]
+    if length == 1 and positions.key.device.type != "cpu":
+        return False  # a step of decoding must not wait for a GPU
+    for start in range(0, length, _ROWS):
+        places = positions.rows(start, start + _ROWS, keys)
+        part = mask.part(start, start + _ROWS, keys)
+        ahead = (places.key[:, None, :] > places.query[:, :, None])[:, None]
+        if part.real is not None:
+            ahead = ahead & part.real[:, None, :, None]
+        seen, _ = part.seen(places)
+        if bool((ahead if seen is None else ahead & seen).any()):
+            return True
+    return False
 
 
 # -- positions against slots ----------------------------------------------------------------------------------------

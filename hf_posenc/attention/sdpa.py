@@ -17,7 +17,7 @@ class Sdpa(Executor):
 
     name = "sdpa"
     learns_masks = traces = True
-    refusal = "the model's own encoding is in the logits, queries are too far apart, or keys ahead of them are seen"
+    refusal = "the model's own encoding is in the logits, or queries are too far apart"
 
     def knows(self, scheme: Scheme, device: torch.device) -> bool:
         return not touches_the_matrix(scheme) or scheme.folded() is not None
@@ -80,22 +80,8 @@ def _folds(folded: Folded, call: Call) -> bool:
     """Whether plain attention over the folded operands is all that the scheme does in this call."""
     if call.content_q is not None:
         return False
-    near = call.queries == 1 or call.reach <= folded.span
-    if near and folded.ahead:
+    if call.queries == 1 or call.reach <= folded.span:
         return True
     # A graph that is being compiled has no numbers.
-    if torch.compiler.is_compiling():
-        return False
     query = call.positions.query
-    if not near and int((query.amax(1) - query.amin(1)).max()) > folded.span:
-        return False
-    return folded.ahead or _hides_ahead(call)
-
-
-def _hides_ahead(call: Call) -> bool:
-    """Whether it is certain that no query sees a key at a later position; some masks do not tell."""
-    query, key = call.positions.query, call.positions.key
-    if call.mask.rule != "slots":
-        return call.mask.rule == "positions"
-    rising = bool((key.diff(dim=-1) >= 0).all()) and bool((query == key[:, -query.shape[1] :]).all())
-    return rising or call.slots_tell_distances
+    return not torch.compiler.is_compiling() and int((query.amax(1) - query.amin(1)).max()) <= folded.span

@@ -29,8 +29,7 @@ class CAPE(Scheme):
 
         logit = A + B + f([A; B])        f = Linear(2H, width), LeakyReLU(0.01), Linear(width, H)
 
-    In decoders the base gives keys ahead of the query the bias of distance 0. Masks come after f. A includes a kept
-    native encoding. The computation is in float32 or wider.
+    Masks come after f. A includes a kept native encoding. The computation is in float32 or wider.
 
     Parameters: `mlp2.0`, `mlp2.2` and those of the base (`base_bias`), one set per layer.
 

@@ -29,8 +29,9 @@ class CoPE(Scheme):
     Parameter: `pos_emb` `[1, D, npos]`, shared by the heads, zero at the start. The start equals NoPE, or with
     native='keep' the original model.
 
-    In encoders positions count to the query from both sides (in the official code to the end of the sequence): keys
-    ahead of it have position `g_i,i+1 + ... + g_ij` in a second table, `pos_emb_right`.
+    Positions count to the query from both sides (in the official code to the end of the sequence): keys ahead of it, in
+    encoders or where a mask shows some, have position `g_i,i+1 + ... + g_ij`. Encoders have a second table for these,
+    `pos_emb_right`.
 
     Args:
         npos: Number of embeddings; keys at position npos - 1 or beyond share the last. The official code has one more
@@ -93,7 +94,7 @@ class CoPE(Scheme):
         gates = self._gate_logits(logits, q, k, block).sigmoid()
         if block.keep is not None:
             gates = gates.where(block.keep, 0.0)
-        if self.geometry.causal:
+        if self.geometry.causal and block.causal:
             return _to_the_end(gates).clamp_max(self.npos - 1)
         ahead = _ahead(block)
         behind, onward = _to_the_end(torch.where(ahead, 0, gates)), torch.where(ahead, gates, 0).cumsum(-1)

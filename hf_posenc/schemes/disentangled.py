@@ -66,7 +66,7 @@ class Disentangled(Scheme):
 
     Parameters: `common.rel_embeddings` `[2 * span, E]`, one for the stack; `pos_key_proj` and `pos_query_proj` of each
     layer, from E to H * D with bias. In decoders the table has the official shape too; nothing reads its half for keys
-    ahead of the query.
+    ahead of the query: where a mask shows some, they have the embedding of their distance behind it.
 
     Deviations from the official code: by default the logits keep the model's own scale (`scale`) and shared projections
     leave out their biases (`share_bias`), since an exact start needs both; with grouped queries each head has its own
@@ -187,6 +187,8 @@ class Disentangled(Scheme):
     def _bias(self, block: Block, like: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Return the sum of both terms, as added to the scaled logits, `[B, H, q, K]`."""
         distance, scale = block.distance().to(like.device), self.geometry.scale
+        if self.geometry.causal:
+            distance = distance.abs()
         # A graph that is traced does not know the largest distance in reach.
         last = self.max_distance if torch.compiler.is_compiling() else min(block.reach, self.max_distance)
         in_reach = slice(self.max_distance - last, self.max_distance + last + 1)

@@ -28,8 +28,8 @@ class FIRE(AdditiveBias):
         threshold: Start of L; up to L the normaliser does not depend on the query.
         width: Hidden width of the network.
         init: Start: `"paper"` is torch's default for linear layers; `"zero"` sets the last layer to zero, a no-op.
-        normalizer: Position in the normaliser of encoders: `"both"` is the later one of query and key (our extension);
-            `"query"` is the paper's listing. In decoders both are the same.
+        normalizer: Position in the normaliser: `"both"` is the later one of query and key (our extension); `"query"` is
+            the paper's listing. They differ for keys ahead of the query only, in encoders or where a mask shows some.
         directed: Give keys ahead of the query their own parameters, in encoders. (Our extension: the published form is
             symmetric. No effect in decoders.)
         shared: Use one network for the whole stack; `None` is true for FIRE-S and false for FIRE.
@@ -93,9 +93,7 @@ class FIRE(AdditiveBias):
     def bias(self, block: Block, dtype: torch.dtype) -> Tensor:
         distance = block.distance()  # [B|1, q, K]
         last = block.positions.query[:, :, None]
-        if self.geometry.causal:
-            distance = distance.clamp_min(0)
-        elif self.normalizer == "both":
+        if self.normalizer == "both":
             last = torch.maximum(last, block.positions.key[:, None, :])
         c = self.c.to(dtype)
         distance, last = distance.to(c), last.to(c)

@@ -26,6 +26,8 @@ class FoX(Scheme):
     query heads, also if these share keys. The computation is in float32 or wider, with `c_i - c_j` before the sum with
     the logit; the cache holds c in float32, one number per head and token.
 
+    Keys ahead of the query, where the mask of a decoder shows some, have `c_j - c_i`.
+
     Encoders have two gates per head: keys behind a query have the difference above, keys ahead of it `cr_j - cr_i` with
     the sums cr of the second gate (as in x-transformers' DataDependentAlibi).
 
@@ -141,11 +143,12 @@ class FoX(Scheme):
     def _bias(self, block: Block, like: Tensor) -> Tensor:
         own = block.own[_SUMS].transpose(1, 2)[..., None]  # [B, H, q, 1]
         keys = block.state[_SUMS].transpose(1, 2)[:, :, None]  # [B, H, 1, K]
-        if self.geometry.causal:
+        if self.geometry.causal and block.causal:
             return own - keys
         heads = self.geometry.heads
         behind = (block.distance() >= 0)[:, None]
-        return torch.where(behind, own[:, :heads] - keys[:, :heads], keys[:, heads:] - own[:, heads:])
+        # Encoders have a second gate.
+        return torch.where(behind, own[:, :heads] - keys[:, :heads], keys[:, -heads:] - own[:, -heads:])
 
     def added(self) -> Bias | None:
         if not self.geometry.causal:

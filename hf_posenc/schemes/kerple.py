@@ -81,8 +81,7 @@ class KERPLE(DistanceBias):
 
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
         if self.wei_a is not None and self.wei_p is not None:
-            n = block.distance()
-            n = (n.clamp_min(0) if self.geometry.causal else n.abs()).to(logits)[:, None]
+            n = block.distance().abs().to(logits)[:, None]
             a = _bounded(self.wei_a, None).to(logits)[:, None, None]
             decay = (-a * n ** _bounded(self.wei_p, _LARGEST_EXPONENT).to(logits)[:, None, None]).exp()
             if self.gate_weight is not None:

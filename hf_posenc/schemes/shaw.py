@@ -19,8 +19,8 @@ class Shaw(Scheme):
         logit = s q_i . (k_j + rel_k[r(i, j)])
         output = sum_j p_ij (v_j + rel_v[r(i, j)])
 
-    Parameters `rel_k` and `rel_v`, each `[2K + 1, D]`, shared by the heads, one pair per layer. In
-    decoders the tables have the official shape too; nothing reads their rows for keys ahead of the query.
+    Parameters `rel_k` and `rel_v`, each `[2K + 1, D]`, shared by the heads, one pair per layer. In decoders the tables
+    have the official shape too; their rows for keys ahead of the query are read only where a mask shows such keys.
 
     The computation is in float32 or wider: `q @ rel_k.T`, gathered, and weights summed per distance, times `rel_v`.
     Queries meet `rel_k` without a kept native rotation.

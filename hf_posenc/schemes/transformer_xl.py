@@ -49,8 +49,9 @@ class TransformerXL(Scheme):
         logit = s ((q_i + u) . k_j + (q_i + v) . (W_r R_{i - j}))
 
     Parameters: `r_net.weight` (W_r) `[H * D, E]` of each layer; `common.r_w_bias` (u) and `common.r_r_bias` (v), each
-    `[H, D]`, for all layers of the stack. In encoders n has a sign, as in XLNet. The computation is in float32 or wider
-    (angles in float64), from queries and keys without the model's rotation. For odd E, R ends with a zero.
+    `[H, D]`, for all layers of the stack. Keys ahead of the query have a negative n, as in XLNet. The computation is in
+    float32 or wider (angles in float64), from queries and keys without the model's rotation. For odd E, R ends with a
+    zero.
 
     Args:
         untie: Give each layer its own biases u and v (`r_w_bias`, `r_r_bias`), as XLNet does.
@@ -145,7 +146,9 @@ class TransformerXL(Scheme):
             u = block.tables[_CONTENT_BIAS].to(like)[None, :, None] * self.geometry.scale  # [1, H, 1, D]
             content = grouped_matmul(u.expand(len(k), -1, -1, -1), k.to(like).transpose(-1, -2))  # [B, H, 1, K]
             q = (q.to(like) + block.tables[_POSITION_BIAS].to(like)[:, None]) * self.geometry.scale
-            return content + (self._from_table(q, block) if _FALLING in block.tables else self._backwards(q, block))
+            # In decoders the table has no distances of keys ahead, which a mask may show.
+            tabled = _FALLING in block.tables and (block.causal or not self.geometry.causal)
+            return content + (self._from_table(q, block) if tabled else self._backwards(q, block))
 
     def _from_table(self, q: Tensor, block: Block) -> Tensor:
         """Return `q . (W_r R_{i - j})`, `[B, H, q, K]`, for queries `[B, H, q, D]`, by one product per distance."""
@@ -162,9 +165,6 @@ class TransformerXL(Scheme):
         sin, cos = (part[:, None] for part in self._sin_cos(block.positions.key.to(q.device), q.dtype))
         products = own @ torch.cat((cos, sin), dim=-1).transpose(-1, -2)
         distance = block.distance().to(q.device)[:, None]
-        if self.geometry.causal:
-            # A visible key ahead, possible where positions restart, counts as distance 0, as in the table.
-            products = torch.where(distance < 0, b.sum(-1, keepdim=True), products)
         if self.clamp_len is None:
             return products
         sin, cos = self._sin_cos(torch.tensor(self.clamp_len, device=q.device), q.dtype)

@@ -109,7 +109,7 @@ class XPos(Annealed, RotaryScheme):
         return exponents.repeat(2) if self.layout == "half" else exponents.repeat_interleave(2)
 
     def folded(self) -> Folded | None:
-        return None if self.block_length is not None else Folded(self._operands, self._span, ahead=False)
+        return None if self.block_length is not None else Folded(self._operands, self._span)
 
     @property
     def _span(self) -> int:

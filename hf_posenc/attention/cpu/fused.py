@@ -63,7 +63,7 @@ def _bias_of(call: Call) -> BlockBias:
     """Return the bias in the fastest form that holds it."""
     added = call.scheme.added()
     assert added is not None
-    if isinstance(added, KeyBias):
+    if isinstance(added, KeyBias) and call.causal:
         return KeysBias(added.at(call.state), added.at(call.own), call)
     if isinstance(added, ContentBias) and call.causal and call.slots_tell_distances:
         vectors = added.vectors(call.tables)
@@ -71,7 +71,7 @@ def _bias_of(call: Call) -> BlockBias:
             return ProductsBias(vectors, call)
     if isinstance(added, DistanceTable) and call.slots_tell_distances:
         return TableBias(added.at(TableBias.distances(call), call.precise), call)
-    if isinstance(added, PiecewiseLinear) and call.slots_tell_distances:
+    if isinstance(added, PiecewiseLinear) and call.causal and call.slots_tell_distances:
         query = call.positions.query
         if int(query.max()) >= added.constant_below():
             return PiecewiseBias(added, call)

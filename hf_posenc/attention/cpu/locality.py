@@ -44,6 +44,7 @@ class Local(Executor):
             call.one_softmax
             # The mask leaves keys in the order of their distance, so that the nearest are the last.
             and mask.rule == "slots"
+            and call.causal
             and padding_only
             and mask.bias is None
             and not mask.windowed

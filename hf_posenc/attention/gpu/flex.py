@@ -48,8 +48,9 @@ class Flex(CompiledExecutor):
 
     def computes(self, call: Call) -> bool:
         added = call.scheme.added()
-        # Straight pieces are a table where the weight of the queries is the same.
+        # Straight pieces are a table where the weight of the queries is the same. They and sums of gates look back.
         table = not isinstance(added, PiecewiseLinear) or call.reach < added.constant_below()
+        table = table and (isinstance(added, DistanceTable) or call.causal)
         return super().computes(call) and table and call.q.shape[-1] >= _NARROWEST
 
     def form(self, call: Call) -> str:

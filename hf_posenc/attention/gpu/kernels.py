@@ -27,7 +27,7 @@ class Triton(CompiledExecutor):
         found = self.structure(call.scheme)
         to_own = isinstance(found, Stick) and found.rest_to_own
         narrow = call.q.shape[-1] == call.v.shape[-1] <= _WIDEST
-        return super().computes(call) and narrow and not (to_own and not _own_keys_are_last(call))
+        return super().computes(call) and call.causal and narrow and not (to_own and not _own_keys_are_last(call))
 
     def form(self, call: Call) -> str:
         return "stick" if isinstance(self.structure(call.scheme), Stick) else "gate count"

@@ -61,7 +61,10 @@ class AdditiveBias(Scheme):
 
 
 class DistanceBias(AdditiveBias):
-    """A bias of the distance alone, gathered from a table `[H, distances]`; no matrix is stored."""
+    """A bias of the distance alone, gathered from a table `[H, distances]`; no matrix is stored.
+
+    In decoders a key ahead of the query, which a mask may show, is as far as one behind it.
+    """
 
     def values(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the bias `[H, N]` at int64 distances `[N]` (query minus key; never negative in causal layers)."""
@@ -71,8 +74,7 @@ class DistanceBias(AdditiveBias):
         distance = block.distance()  # [B|1, q, K]
         low = -block.reach
         if self.geometry.causal:
-            # Keys ahead of the query are masked; clamping keeps logarithms and powers of them finite.
-            distance, low = distance.clamp_min(0), 0
+            distance, low = self.one_sided(distance), 0
         if not torch.compiler.is_compiling() and block.reach - low + 1 < distance.numel():
             table = self.values(torch.arange(low, block.reach + 1, device=distance.device), dtype)
             flat = table.index_select(1, (distance - low).flatten())
@@ -81,6 +83,10 @@ class DistanceBias(AdditiveBias):
             # Or a graph is traced, which does not know the largest distance.
             flat = self.values(distance.flatten(), dtype)
         return flat.view(-1, *distance.shape).transpose(0, 1)  # [B|1, H, q, K]
+
+    def one_sided(self, distance: Tensor) -> Tensor:
+        """Return the distances that decoders count, none of them negative."""
+        return distance.abs()
 
     def reach(self) -> int | None:
         """Return the distance from which the bias is constant; `None` if there is none."""
@@ -142,6 +148,10 @@ class LearnedTable(DistanceBias):
     def __init__(self, geometry: Geometry, *, gate: bool, shared: bool | None) -> None:
         native = geometry.native_table("t5")
         super().__init__(geometry, gate=gate, shared=(native is None or native.shared) if shared is None else shared)
+
+    def one_sided(self, distance: Tensor) -> Tensor:
+        # A model with such a table of its own has keys ahead of the query at distance 0.
+        return super().one_sided(distance) if self.geometry.native_table("t5") is None else distance.clamp_min(0)
 
     def reach(self) -> int:
         return self.max_distance
