@@ -293,6 +293,55 @@ def test_the_control_that_a_run_proposes_skips_no_positions(tmp_path: Path, monk
     assert control.conversion.scheme is control.training.skip_to is control.lengthen.skip_to is None
 
 
+# What reads a text, with the words that name one; `fit` and `transfer` are stages of a recipe.
+READERS = {
+    **{f"train {goal}": "data=" for goal in ("swap scheme=kerple", "extend", "remove", "control")},
+    "train swap scheme=kerple fit=native": "data=",
+    "train swap scheme=kerple fit=attention": "data=",
+    "train swap scheme=kerple transfer.steps=2": "data=",
+    "recipes show swap scheme=kerple": "data=",
+    "compare MODEL --schemes kerple": "data=",
+    "eval MODEL MODEL:kerple": "--text",
+    "layers MODEL kerple": "--text",
+}
+
+
+@pytest.mark.parametrize("words", READERS)
+def test_a_text_is_asked_for_unless_the_model_is_the_built_in_one(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # The same model, but nobody knows what it has read.
+    shutil.copytree(TINY_LLAMA, tmp_path / "mine")
+    given = shlex.split(words.replace("MODEL", "mine"))
+    given += ["model=mine"] * ("MODEL" not in words) + ["--out", "out"] * (given[0] == "train")
+    result = run(*given)
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("hf-posenc: ")
+    assert "o text is named for" in line
+    assert "mine" in line
+    assert f"Give {READERS[words]}" in line
+    assert f"{READERS[words].replace('--text', '--text ')}builtin takes" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_recipe_for_the_built_in_model_asks_when_another_model_is_put_in(tmp_path: Path) -> None:
+    text = run("recipes", "show", "swap", "scheme=kerple").stdout
+    (tmp_path / "mine.yaml").write_text(text.replace("model: tiny-llama", f"model: {TINY_LLAMA}"), encoding="utf-8")
+    assert "No text" in run("train", tmp_path / "mine.yaml", "--dry-run").stderr.replace("no text", "No text")
+    assert run("train", tmp_path / "mine.yaml", "data=builtin", "--dry-run").exit_code == 0
+
+
+def test_a_text_that_is_read_again_and_again_is_said_before(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 400, encoding="utf-8")
+    keys = ("training.length=64", "batch_size=1", f"data={tmp_path / 'text.txt'}")
+    often, once = (run("train", "control", f"steps={n}", *keys, "--dry-run").stdout for n in (1000, 10))
+    (times,) = re.findall(r"The text is read (\d+) times: it has ([\d,]+) tokens", often)
+    assert 0.8 < 64_000 / (int(times[0]) * int(times[1].replace(",", ""))) < 1.2
+    assert "The text is read" not in once
+
+
 def test_dry_run_reads_the_text(tmp_path: Path) -> None:
     def answer() -> tuple[int, str]:
         result = run("train", "control", f"data={tmp_path / 'text.txt'}", "--dry-run")
@@ -429,11 +478,17 @@ BAD = {
         "train swap scheme=sinusoidal native=remove transfer.steps=2 --dry-run",
         ["sinusoidal acts on the inputs"],
     ),
-    "dry run on a converted model": ("train swap scheme=kerple model={converted} --dry-run", ["is converted already"]),
+    "dry run on a converted model": (
+        "train swap scheme=kerple model={converted} data=builtin --dry-run",
+        ["is converted already"],
+    ),
     "recipes for a model of images": ("recipes --for {images}", ["is a vit, which writes no text"]),
     "eval of a model of images": ("eval {images} --out {empty}/out", ["is a vit, which writes no text"]),
     "plan of a run that trained an adapter": ("plan {adapted} fire", ["The run trained an adapter"]),
-    "extending a converted model": ("train extend model={converted} --dry-run", ["its own rotation is gone"]),
+    "extending a converted model": (
+        "train extend model={converted} data=builtin --dry-run",
+        ["its own rotation is gone"],
+    ),
     "recipe over something else": ("train swap scheme=fire --out {llama}", ["exists, and holds no run"]),
     "unknown config": ("recipes config dpp", ["no config 'dpp'", "Did you mean 'ddp'?"]),
     "resume what is no run": ("resume {empty}", ["There is no recipe.yaml"]),

@@ -586,11 +586,13 @@ def test_runs_are_measured_on_what_they_held_out_unless_they_differ(tmp_path: Pa
         models = tuple(str(tmp_path / name) if name != "tiny-llama" else name for name in names)
         return Request(models, ("perplexity",), contexts=(64,), samples=2).run().settings["text"]
 
-    quarter, half, builtin = read("one", "tiny-llama", "two"), read("three"), read("one", "three")
+    quarter, half = read("one", "tiny-llama", "two"), read("three")
     held_out = f"held out by the runs from {tmp_path / 'mine.txt'}"
     assert all(text.startswith(held_out) for text in (quarter, half))
-    assert builtin.startswith("builtin, ")
-    assert read("tiny-llama") == builtin
+    assert read("tiny-llama").startswith("builtin, ")
+    assert read("tiny-llama") == read("one", "tiny-llama", "three")
+    with pytest.raises(OptionError, match="No text is named for .*one, .*three.*--text builtin"):
+        read("one", "three")
     tokens = [int(text.split(", ")[-1].split()[0].replace(",", "")) for text in (quarter, half)]
     assert 1.9 < tokens[1] / tokens[0] < 2.1
     # Their column is known, so another one is for a text that was not given.
@@ -623,7 +625,7 @@ def test_damaged_models_are_one_error(tmp_path: Path) -> None:
         (folder / name).write_bytes((folder / name).read_bytes()[:size])
         typed = {"convert": ["alibi", out], "plot": ["--out", out], "eval": ["--out", out]}
         for command in commands:
-            train = ["train", "swap", "scheme=fire", f"model={folder}", "--out", out]
+            train = ["train", "swap", "scheme=fire", f"model={folder}", "data=builtin", "--out", out]
             given = train if command == "train" else [command, str(folder), *typed[command]]
             result = CliRunner().invoke(cli.app, given)
             assert result.exit_code == 1

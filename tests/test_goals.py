@@ -50,7 +50,7 @@ def read(name: str, source: str, *overrides: str, length: int | None = None) -> 
     config: PreTrainedConfig = CONFIGS[name]
     if length is not None:
         config = replaced(config, max_position_embeddings=length)
-    return Recipe.read(source, ["model=here", *overrides], config=config)
+    return Recipe.read(source, ["model=here", "data=builtin", *overrides], config=config)
 
 
 @pytest.mark.parametrize("name", once(CONFIGS))
@@ -62,7 +62,7 @@ def test_no_recipe_refuses_a_model_that_it_is_recommended_for(name: str) -> None
     for source, *pairs in found:
         if source == "extend" and pairs and pairs[0].removeprefix("by=") in hf_posenc.schemes():
             continue  # As in a swap.
-        recipe = Recipe.read(source, ["model=here", *pairs], config=config)
+        recipe = Recipe.read(source, ["model=here", "data=builtin", *pairs], config=config)
         length, own = checks.lengths(recipe, config)
         conversion = recipe.conversion
         if conversion.scheme is not None and source != "extend":
@@ -158,7 +158,9 @@ def test_a_model_of_real_size_begins_with_the_attention_transfer(monkeypatch: py
     config = replaced(CONFIGS["llama"], hidden_size=512, max_position_embeddings=1024)
 
     def size(*overrides: str, scheme: str = "kerple") -> tuple[int, int | None]:
-        transfer = Recipe.read("swap", ["model=here", f"scheme={scheme}", *overrides], config=config).transfer
+        transfer = Recipe.read(
+            "swap", ["model=here", "data=builtin", f"scheme={scheme}", *overrides], config=config
+        ).transfer
         return transfer.steps, transfer.batch_size
 
     assert size() == (500_000 // 1024, 1)

@@ -472,7 +472,7 @@ LENGTHS: dict[str, tuple[str, list[str], str]] = {
 def test_lengths_are_checked_before_anything_is_measured(case: str, tmp_path: Path) -> None:
     name, changes, said = LENGTHS[case]
     architecture, _, scheme = name.partition("-")
-    pairs = [f"model={DIRECTORIES[architecture]}", "training.steps=1"]
+    pairs = [f"model={DIRECTORIES[architecture]}", "data=builtin", "training.steps=1"]
     pairs += [key if key.startswith("lengthen") else f"training.{key}" for key in changes]
     recipe = Recipe.read(*(("swap", [f"scheme={scheme}", *pairs]) if scheme else ("control", pairs)))
     with pytest.raises(RecipeError, match=said):
@@ -516,7 +516,8 @@ def test_the_length_of_a_config_is_left_alone_where_frequencies_follow_from_it()
 
 def test_windows_may_be_longer_than_a_table_that_is_gone(tmp_path: Path) -> None:
     changes = ["training.length=160", "training.steps=1", "conversion.native=remove", "evaluation.contexts=[64, 160]"]
-    recipe = Recipe.read("swap", ["scheme=fire", f"model={DIRECTORIES['gpt2']}", *changes, "training.batch_size=2"])
+    changes += ["training.batch_size=2"]
+    recipe = Recipe.read("swap", ["scheme=fire", f"model={DIRECTORIES['gpt2']}", *changes, "data=builtin"])
     assert recipe.distillation.hidden  # the teacher still has its table, and reads in pieces
     assert 160 in run.train(recipe, tmp_path / "out").measurements.curve("after").points
 

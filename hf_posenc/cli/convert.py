@@ -89,7 +89,7 @@ def layers(
     model: Model,
     scheme: SchemeName,
     option: Options = None,
-    text: Annotated[str, Option(metavar="FILE", help='A text file, jsonl or parquet; or "builtin".')] = "builtin",
+    text: Annotated[str | None, Option(metavar="FILE", help='A text file, jsonl or parquet; or "builtin".')] = None,
     steps: Annotated[int, Option(min=1, help="Steps of the attention transfer of all layers.")] = 60,
     length: Annotated[int | None, Option(min=2, help="Tokens per window, by default 512 or fewer.")] = None,
     spare: Annotated[int | None, Option(min=0, help="Layers to leave as they are; default: a quarter.")] = None,
@@ -102,13 +102,14 @@ def layers(
 
     from hf_posenc.patches.architecture import of_model
     from hf_posenc.recipes.data.collation import corruptor
+    from hf_posenc.recipes.evaluation.request import text_for
     from hf_posenc.recipes.evaluation.text import read_text, token_ids
     from hf_posenc.recipes.loading import load, trained_length
     from hf_posenc.recipes.processes import processes
     from hf_posenc.recipes.training.layers import layer_costs
 
     quiet()
-    options = _scheme_options(scheme, option)
+    options, text = _scheme_options(scheme, option), text_for(model, text=text)
     loaded, tokenizer = load(model, dtype=torch.float32)
     loaded.to(processes().device)
     size = length or min(512, trained_length(loaded.config) or 512)

@@ -33,7 +33,7 @@ def evaluate(
     text: Annotated[
         str | None,
         Option(
-            help="A .txt, .jsonl or .parquet file or folder, or builtin. Default: what the runs held out, or builtin."
+            help="A .txt, .jsonl or .parquet file or folder, or builtin. Default: what runs among the models held out."
         ),
     ] = None,
     column: Annotated[str, Option(help="Column of the text, in files with columns.")] = "text",
@@ -85,7 +85,7 @@ def compare(
     context: typer.Context,
     model: Model,
     overrides: Annotated[
-        list[str] | None, Argument(metavar="KEY=VALUE", help="Keys of all recipes, such as data=text.txt.")
+        list[str] | None, Argument(metavar="KEY=VALUE", help="Keys of all recipes, above all data=text.txt.")
     ] = None,
     schemes: Annotated[
         str | None, Option(help="Schemes, recipes or YAML files, separated by commas. Default: the usual.")

@@ -24,7 +24,9 @@ app.add_typer(recipes_app, name="recipes")
 Name = Annotated[str, Argument(metavar="RECIPE", help="swap, extend, remove, control, or a YAML file.")]
 Overrides = Annotated[
     list[str] | None,
-    Argument(metavar="KEY=VALUE", help="Keys of the recipe, such as model=DIR, scheme=NAME or steps=500."),
+    Argument(
+        metavar="KEY=VALUE", help="Keys of the recipe, such as model=DIR, data=text.txt, scheme=NAME or steps=500."
+    ),
 ]
 Folder = Annotated[Path, Argument(metavar="DIR", help="The folder of a run.")]
 
@@ -66,7 +68,8 @@ def recipes(
     )
     if len(found) > len(rows):
         typer.echo(f"{len(found) - len(rows)} more: --all")
-    typer.echo(f"\n    hf-posenc train {found[0].words} model={shlex.quote(model)} --out DIR")
+    text = " data=TEXT" * (model != loading.TINY_LLAMA)
+    typer.echo(f"\n    hf-posenc train {found[0].words} model={shlex.quote(model)}{text} --out DIR")
 
 
 @recipes_app.command()
@@ -181,7 +184,7 @@ def _plan(recipe: Recipe) -> str:
     length, own = checks.lengths(recipe, config)
     longest = max(stage.length or length for stage in recipe.stages().values())
     tokenizer = loading.load_tokenizer(loading.place(recipe.model))
-    load_data(recipe.data, tokenizer, length=longest, config=config, checks=True)
+    data = load_data(recipe.data, tokenizer, length=longest, config=config, checks=True)
     model, conversion, planned = planning.skeleton(config), recipe.conversion, None
     check_targets(model, recipe.adapter)
     if conversion.scheme is not None:
@@ -197,7 +200,7 @@ def _plan(recipe: Recipe) -> str:
         recipe,
         planned,
         trained_length=own,
-        data_tokens=None,
+        data_tokens=data.tokens,
         stages=stages(recipe, model),
         memory=estimate,
     )

@@ -137,7 +137,7 @@ def compare(
         "model": model,
         "budget": budget,
         "tokens per step": tokens,
-        "text": control.data.source,
+        "text": control.data.read_from,
         "changes to all recipes": ", ".join(overrides) or "none",
         "windows": samples,
         "command": command or "hf_posenc.recipes.comparison.compare",
@@ -278,6 +278,7 @@ def contestants(
 
 def _check_same(name: str, own: Recipe, common: Recipe) -> None:
     """Raise a `RecipeError` unless a scheme is trained on the same tokens as the native model."""
+    own, common = (replace(each, data=replace(each.data, source=each.data.read_from)) for each in (own, common))
     for section, keys in (("data", vars(common.data)), ("training", ("batch_size", "seed", "precision"))):
         for key in keys:
             here, there = (getattr(getattr(recipe, section), key) for recipe in (own, common))

@@ -37,7 +37,7 @@ def read(data: Data) -> tuple[Documents, Documents]:
         RecipeError: A source does not exist or holds no text, or the keys contradict each other.
     """
     held_out, documents = _held_out(data), _source(data)
-    if data.column != TEXT and not any(name and _has_columns(name) for name in (data.source, data.held_out)):
+    if data.column != TEXT and not any(name and _has_columns(name) for name in (data.read_from, data.held_out)):
         raise RecipeError(
             f"The column {data.column!r} of the text is named, but built-in text and .txt files have none. Leave it "
             "out."
@@ -49,7 +49,7 @@ def read(data: Data) -> tuple[Documents, Documents]:
 
 def located(data: Data) -> Data:
     """Return the section with absolute paths of local text, which mean the same in any directory."""
-    source = _absolute(data.source) if _origin(data.source) == "files" else data.source
+    source = _absolute(data.read_from) if _origin(data.read_from) == "files" else data.read_from
     held_out = _absolute(data.held_out) if data.held_out and _holds_out_files(data) else data.held_out
     return replace(data, source=source, held_out=held_out)
 
@@ -71,28 +71,28 @@ def _origin(name: str) -> Literal["builtin", "files", "hub"]:
 
 
 def _source(data: Data) -> Documents:
-    origin = _origin(data.source)
+    origin = _origin(data.read_from)
     if origin == "hub":
         return _from_hub(data)
     if data.config is not None or data.split != "train":
         raise RecipeError(
             f"data.config is {data.config!r} and data.split {data.split!r}, but "
-            f"{'local' if origin == 'files' else 'built-in'} text has neither, and data.source is {data.source!r}. "
+            f"{'local' if origin == 'files' else 'built-in'} text has neither, and data.source is {data.read_from!r}. "
             "Leave them out, or start where no file or folder has the name of the dataset. data.held_out names the "
             "file to measure on."
         )
     if origin == "files":
-        return _from_files(data.source, data.column, streaming=data.streaming)
+        return _from_files(data.read_from, data.column, streaming=data.streaming)
     return Dataset.from_dict({TEXT: builtin_documents("train")})
 
 
 def _held_out(data: Data) -> Documents | None:
     """Return the documents that `held_out` names, or the built-in held-out ones; `None` if there are none."""
     if data.held_out is None:
-        return Dataset.from_dict({TEXT: builtin_documents("heldout")}) if data.source == BUILTIN else None
+        return Dataset.from_dict({TEXT: builtin_documents("heldout")}) if data.read_from == BUILTIN else None
     if _holds_out_files(data):
         return _from_files(data.held_out, data.column, streaming=False)
-    if _origin(data.source) != "hub":
+    if _origin(data.read_from) != "hub":
         raise RecipeError(f"data.held_out is {data.held_out!r}, and there is no such file or folder.")
     if data.held_out == data.split:
         raise RecipeError(f"data.held_out is {data.held_out!r}, the split that is trained on; name another.")
@@ -102,7 +102,7 @@ def _held_out(data: Data) -> Documents | None:
 def _holds_out_files(data: Data) -> bool:
     """Whether `held_out` names local files; with a dataset of the hub, a plain name such as "test" is a split."""
     assert data.held_out is not None
-    return _is_path(data.held_out) or (_origin(data.source) != "hub" and expanded(data.held_out).exists())
+    return _is_path(data.held_out) or (_origin(data.read_from) != "hub" and expanded(data.held_out).exists())
 
 
 def _is_path(name: str) -> bool:
@@ -149,7 +149,7 @@ def _from_files(name: str, column: str, *, streaming: bool) -> Documents:
 
 def _from_hub(data: Data) -> Documents:
     return _load(
-        data.source, data.column, path=data.source, name=data.config, split=data.split, streaming=data.streaming
+        data.read_from, data.column, path=data.read_from, name=data.config, split=data.split, streaming=data.streaming
     )
 
 

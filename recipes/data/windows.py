@@ -78,14 +78,19 @@ def load_data(
     Each document ends with the tokenizer's end-of-sequence token, or its separator if it has none. No other special
     token is added, and special tokens in the text are read as plain text. Copies of held-out documents are not trained
     on either. By its `config`, an encoder-decoder or an encoder restores corrupted windows. If it only `checks`, it
-    reads about a window of the text, and of what is held out, to find errors.
+    reads about a window of the text, and of what is held out, to find errors, and `tokens` is an estimate.
 
     Raises:
         RecipeError: The text is missing, too short for a window, or unsuitable for the model.
     """
-    documents, set_aside = (
-        part.to_iterable_dataset() if checks and isinstance(part, Dataset) else part for part in sources.read(data)
-    )
+    documents, set_aside = sources.read(data)
+    about = None
+    if checks:
+        if isinstance(documents, Dataset):
+            about = _estimated(documents, tokenizer)
+        documents, set_aside = (
+            part.to_iterable_dataset() if isinstance(part, Dataset) else part for part in (documents, set_aside)
+        )
     most, end = length + 1 if checks else HELD_OUT_TOKENS, end_token(tokenizer)
     collate = None if config is None else corruptor(config, tokenizer, seed=seed)
     if collate is not None and data.packing == "documents":
@@ -113,9 +118,17 @@ def load_data(
     return Prepared(
         train=train.with_format("torch"),
         held_out=torch.from_numpy(np.concatenate(held_out)[:most]).long(),
-        tokens=len(train) * length if isinstance(train, Dataset) else None,
+        tokens=len(train) * length if isinstance(train, Dataset) else about,
         collate=collate,
     )
+
+
+def _estimated(documents: Dataset, tokenizer: Any) -> int:
+    """Estimate the tokens of documents, to two digits, from their bytes and the tokens of some of the text."""
+    texts = [_checked(text) or "" for text in documents[:_BATCH][sources.TEXT]]
+    some = "".join(texts)[:_PART]
+    share = documents.data.nbytes / max(1, len(some.encode()))
+    return int(float(f"{share * sum(map(len, encode(tokenizer, [some]))):.1e}"))
 
 
 def end_token(tokenizer: Any) -> int:

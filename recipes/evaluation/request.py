@@ -67,7 +67,7 @@ class Subject:
         # The built-in text is read in its held-out part.
         if self.data is None or text in (sources.BUILTIN, self.data.held_out):
             return False
-        here, there = (sources.expanded(place).resolve() for place in (text, self.data.source))
+        here, there = (sources.expanded(place).resolve() for place in (text, self.data.read_from))
         return here.is_relative_to(there) or there.is_relative_to(here)
 
     def tokenizer(self) -> Any:
@@ -127,7 +127,7 @@ class Request:
         models: Models as `subjects` reads them; the first is the reference.
         measures: Names in `MEASURES`; `None` means those that need no special training.
         text: A local file or folder, or "builtin"; `None` means the held-out text of the runs among the models if all
-            have the same, else "builtin".
+            have the same, else "builtin" if one of the models is the built-in one.
         column: Column of the text, in files with columns.
         contexts: Context lengths in tokens; `None` means a quarter to eight times the trained length.
         trained_length: Tokens per window in training; `None` means the length in the first model's config.
@@ -150,7 +150,7 @@ class Request:
         """Load the models one after the other and measure them.
 
         Raises:
-            OptionError: A measure is unknown, or undefined for a model.
+            OptionError: A measure is unknown, or undefined for a model, or no text is named.
             RecipeError: A model or the text cannot be read.
         """
         check_measures(self.measures or ())
@@ -226,8 +226,21 @@ class Request:
             return self.text or sources.BUILTIN, read_text(self.text or sources.BUILTIN, self.column)
         runs = [subject.data for subject in found if subject.data is not None]
         if not runs or any(data != runs[0] for data in runs):
-            return sources.BUILTIN, read_text(sources.BUILTIN)
-        return f"held out by the runs from {runs[0].held_out or runs[0].source}", sources.read(runs[0])[1]
+            return sources.BUILTIN, read_text(text_for(*(subject.base for subject in found)))
+        return f"held out by the runs from {runs[0].held_out or runs[0].read_from}", sources.read(runs[0])[1]
+
+
+def text_for(*models: str, text: str | None = None) -> str:
+    """Return the name of a text to measure on; raise `OptionError` if there is none, and no model is the built-in one.
+
+    Models that are measured side by side have the same tokenizer, so one of them tells.
+    """
+    if text is None and loading.place(loading.TINY_LLAMA) not in map(loading.place, models):
+        raise OptionError(
+            f"No text is named for {', '.join(models)}. Give --text FILE (txt, jsonl or parquet) or a folder; --text "
+            "builtin takes the documentation of Python."
+        )
+    return text or sources.BUILTIN
 
 
 def check_measures(names: Iterable[str]) -> None:

@@ -234,10 +234,17 @@ def rows(facts: Facts) -> Iterator[tuple[str, str]]:
     epochs = ""
     if facts.data_tokens:
         epochs = f", {facts.data_tokens:,} training tokens, {facts.tokens / facts.data_tokens:.2g} epochs"
-    yield "data", f"{recipe.data.source}{epochs}"
+    yield "data", f"{recipe.data.read_from}{epochs}"
     if facts.teacher:
         yield "teacher", facts.teacher
     yield "compute", f"{facts.processes} x {facts.device}, {training.precision}"
     if facts.memory:
         yield "memory", facts.memory
-    yield from (("caution", caution) for caution in facts.cautions)
+    cautions = list(facts.cautions)
+    if facts.data_tokens and facts.tokens > facts.data_tokens:
+        cautions.append(
+            f"The text is read {facts.tokens / facts.data_tokens:.2g} times: it has {facts.data_tokens:,} tokens to "
+            "train on. Give more text (data), or train on fewer tokens (steps), if the model should not learn it by "
+            "heart."
+        )
+    yield from (("caution", caution) for caution in cautions)

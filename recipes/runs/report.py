@@ -159,7 +159,7 @@ def model_card(results: Results, existing: str = "") -> str:
 
 def _describe(data: Any, recipe: Recipe, kind: str, licence: str | None, measured: Grid | None) -> None:
     """Fill in the hub's metadata."""
-    adapter, scheme, source = recipe.adapter.kind, recipe.conversion.scheme, recipe.data.source
+    adapter, scheme, source = recipe.adapter.kind, recipe.conversion.scheme, recipe.data.read_from
     data.library_name = "transformers" if adapter == "none" else "peft"
     # The hub accepts only names on the hub.
     data.base_model = recipe.model if on_the_hub(recipe.model) else None
@@ -210,13 +210,13 @@ def _public(facts: Facts) -> Facts:
     recipe = replace(
         recipe,
         model=name(recipe.model),
-        data=replace(data, source=name(data.source), held_out=data.held_out and name(data.held_out)),
+        data=replace(data, source=name(data.read_from), held_out=data.held_out and name(data.held_out)),
         distillation=replace(distillation, teacher=teacher and name(teacher)),
     )
     return replace(facts, recipe=recipe, command=shlex.join(map(name, shlex.split(facts.command))))
 
 
 def _text(recipe: Recipe) -> str:
-    if recipe.data.source == BUILTIN:
+    if recipe.data.read_from == BUILTIN:
         return "the documentation that comes with Python"
-    return f"`{name_of(recipe.data.source)}`" + (f" ({recipe.data.config})" if recipe.data.config else "")
+    return f"`{name_of(recipe.data.read_from)}`" + (f" ({recipe.data.config})" if recipe.data.config else "")

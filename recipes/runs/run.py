@@ -288,8 +288,8 @@ class _Run:
         self.text = f"{digest}, {data.tokens} tokens"
         if has_begun(self.folder) and record_of(self.folder).get(files.TEXT, self.text) != self.text:
             raise RecipeError(
-                f"The text of {self.recipe.data.source} has other tokens than when the run in {self.folder} began, so "
-                "measurements before and after could not be compared. Put it back, or train in another folder."
+                f"The text of {self.recipe.data.read_from} has other tokens than when the run in {self.folder} began, "
+                "so measurements before and after could not be compared. Put it back, or train in another folder."
             )
 
     def _convert(self, model: Any) -> tuple[Plan | None, Original]:

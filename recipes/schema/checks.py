@@ -14,7 +14,7 @@ from hf_posenc.errors import PosencError, RecipeError
 from hf_posenc.operands import Geometry
 from hf_posenc.patches import record
 from hf_posenc.recipes.evaluation.predictions import table_end
-from hf_posenc.recipes.loading import auto_class, trained_length
+from hf_posenc.recipes.loading import TINY_LLAMA, auto_class, trained_length
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.additive import AdditiveBias
 
@@ -27,7 +27,7 @@ def check(recipe: Recipe, where: str) -> None:
 
     `where` names the recipe.
     """
-    for problem in (*_without_effect(recipe), *_contradictions(recipe), *_of_scheme(recipe)):
+    for problem in (*_without_effect(recipe), *_contradictions(recipe), *_of_scheme(recipe), *_of_text(recipe)):
         raise RecipeError(f"{where}: {problem}")
 
 
@@ -42,7 +42,7 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
         ("conversion", "window", conversion.layers is not None, "conversion.layers"),
         ("conversion", "handover", conversion.native == "handover", "conversion.native: handover"),
         ("conversion", "anneal", conversion.anneals, "anneal: true among conversion.options"),
-        ("data", "config split column held_out_share", data.source != "builtin", "another data.source than builtin"),
+        ("data", "config split column held_out_share", data.read_from != "builtin", "another data.source than builtin"),
         ("data", "held_out_share", data.held_out is None, "data.held_out: null"),
         ("transfer", all_but_steps, "transfer" in recipe.stages(), "transfer.steps above 0"),
         ("lengthen", all_but_steps, recipe.lengthen.steps > 0, "lengthen.steps above 0"),
@@ -89,7 +89,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             "conversion.rope changes the config of the model, which neither a scheme nor an adapter holds. Give "
             "conversion.scheme=null adapter.kind=none, or leave rope out."
         )
-    if data.streaming and data.source == "builtin":
+    if data.streaming and data.read_from == "builtin":
         yield "data.streaming is true, but the builtin text is there at once. Set data.source, or leave streaming out."
     if data.streaming and data.held_out is None:
         yield "data.streaming is true, so no share can be set aside. Give data.held_out, a split or a file."
@@ -125,6 +125,14 @@ def _skips_nothing(name: str, stage: Training, length: int) -> Iterator[str]:
         yield (
             f"{name}.skip_to is {stage.skip_to}; expected more than {name}.length = {length}: there are no positions "
             f"to skip. Recipes come with the skip_to of a small model; give for instance {name}.skip_to={8 * length}."
+        )
+
+
+def _of_text(recipe: Recipe) -> Iterator[str]:
+    if recipe.data.source is None and recipe.model != TINY_LLAMA:
+        yield (
+            f"no text is named for the model {recipe.model!r}. Give data=FILE (txt, jsonl or parquet), a folder, or a "
+            "dataset on the hub; data=builtin takes the documentation of Python."
         )
 
 

@@ -92,8 +92,8 @@ class Data(Section):
     """Text for training and evaluation.
 
     Attributes:
-        source: "builtin" (Python's documentation, offline), a local file or folder of text, jsonl or parquet, or, where
-            none has its name, a dataset on the hub.
+        source: A local file or folder of text, jsonl or parquet, or, where none has its name, a dataset on the hub, or
+            "builtin" (Python's documentation, offline), which null is for the built-in model; others need a source.
         config: Configuration of a dataset on the hub.
         split: Split to train on.
         column: Column that holds the text.
@@ -105,7 +105,7 @@ class Data(Section):
         limit: Maximum number of documents; null is all.
     """
 
-    source: Name = "builtin"
+    source: Name | None = None
     config: Name | None = None
     split: Name = "train"
     column: Name = "text"
@@ -114,6 +114,11 @@ class Data(Section):
     streaming: Switch = False
     packing: Literal["windows", "documents"] = "windows"
     limit: Count | None = None
+
+    @property
+    def read_from(self) -> str:
+        """The source, or "builtin" for null."""
+        return self.source or "builtin"
 
 
 @dataclass(frozen=True, kw_only=True)
