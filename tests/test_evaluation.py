@@ -591,7 +591,7 @@ def test_runs_are_measured_on_what_they_held_out_unless_they_differ(tmp_path: Pa
     assert all(text.startswith(held_out) for text in (quarter, half))
     assert read("tiny-llama").startswith("builtin, ")
     assert read("tiny-llama") == read("one", "tiny-llama", "three")
-    with pytest.raises(OptionError, match="No text is named for .*one, .*three.*--text builtin"):
+    with pytest.raises(OptionError, match=r"No text is named for .*one, .*three.*--text builtin"):
         read("one", "three")
     tokens = [int(text.split(", ")[-1].split()[0].replace(",", "")) for text in (quarter, half)]
     assert 1.9 < tokens[1] / tokens[0] < 2.1

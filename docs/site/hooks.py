@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
 
 from build_pages import FACTS, draw  # noqa: E402
+
 # Documents outside of docs/: their paths in the repository and on the site.
 ELSEWHERE = {
     "README.md": "index.md",
