@@ -40,7 +40,6 @@ from hf_posenc.patches.export.stock import export_stock
 TINY_LLAMA = Path(hf_posenc.__file__).parent / "tiny_llama"
 PAGE = Path(__file__).parent.parent / "docs" / "export.md"
 IDS = torch.randint(0, 48, (2, 30), generator=torch.Generator().manual_seed(0))
-WIDE = 1024  # more channels than any export here needs
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -104,21 +103,9 @@ EXPORTS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "own frequencies": (lambda: trained(llama, "rope"), {}),
     "other frequencies": (lambda: trained(llama, "rope", theta=500.0), {}),
     "partial": (lambda: trained(llama, "rope", theta=100.0, rotary_dim=4, layout="interleaved"), {}),
-    "gates per layer": (lambda: trained(llama, "rope", gate=True), {"max_head_dim": WIDE}),
-    "some layers without": (lambda: trained(llama, "nope", layers=[1]), {"max_head_dim": WIDE}),
-    "three kinds": (
-        lambda: trained(lambda: trained(llama, "nope", layers=[1]), "rope", layers=[2], theta=50.0),
-        {"max_head_dim": WIDE},
-    ),
     "kept, nothing added": (lambda: hf_posenc.patch(llama(), "fire", native="keep"), {}),
     "yarn, interleaved": (lambda: trained(lambda: llama(rope_parameters=YARN), "rope", layout="interleaved"), {}),
-    "yarn, some layers": (
-        lambda: trained(lambda: llama(rope_parameters=YARN), "nope", layers=[0]), {"max_head_dim": WIDE},
-    ),
     "dynamic": (lambda: trained(lambda: llama(rope_parameters=DYNAMIC, max_position_embeddings=16), "rope"), {}),
-    "comrope_ld": (lambda: trained(llama, "comrope_ld", block_size=4), {"max_head_dim": WIDE}),
-    "liere, two axes": (lambda: trained(llama, "liere", axes=2), {"max_head_dim": WIDE}),
-    "rope2d": (lambda: trained(llama, "rope2d"), {"max_head_dim": WIDE}),
     "rope2d, axial": (lambda: trained(llama, "rope2d", kind="axial"), {}),
     "fope, not begun": (lambda: hf_posenc.patch(llama(), "fope"), {}),
     "tape, not begun": (lambda: hf_posenc.patch(llama(), "tape"), {}),
@@ -131,11 +118,6 @@ EXPORTS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "t5, one stack without": (lambda: trained(t5, "nope", stacks="encoder"), {}),
     "t5, trained table": (lambda: trained(t5, "t5"), {}),
     "t5, gated table over own": (lambda: trained(t5, "t5", native="keep", gate=True, init="normal"), {}),
-    "t5, buckets of one stack": (lambda: trained(t5, "t5", num_buckets=16, stacks="decoder"), {}),
-    "t5, other buckets over own": (lambda: trained(t5, "t5", num_buckets=16, native="keep"), {}),
-    "t5, a bias per distance": (lambda: trained(t5, "t5_clipped", max_distance=12, init="normal"), {}),
-    "t5, directed": (lambda: trained(t5, "kerple", directed=True), {"max_positions": 30}),
-    "t5, gated, over own": (lambda: trained(t5, "alibi", native="keep"), {"max_positions": 30}),
     "t5, kept, nothing added": (lambda: hf_posenc.patch(t5(), "shaw", native="keep"), {}),
     "umt5, a table for each layer": (lambda: trained(lambda: tiny("umt5"), "t5", layers=[1]), {}),
     "vit, learned": (lambda: trained(vit, "learned"), {}),
@@ -159,7 +141,6 @@ def test_the_stock_model_computes_the_same(case: str, tmp_path: Path) -> None:
     assert type(found).__name__ == export.model == type(model).__name__.removeprefix("Posenc")
     assert type(found).__module__.startswith("transformers.")
     torch.testing.assert_close(logits(found), expected, atol=1e-4, rtol=1e-4)
-    assert config.get("head_dim", export.head_dim) == export.head_dim
 
 
 @pytest.mark.parametrize("case", ["own frequencies", "kept, nothing added", "tape, not begun"])
@@ -197,23 +178,6 @@ def test_frequencies_are_those_of_the_scheme(theta: float, tmp_path: Path) -> No
     torch.testing.assert_close(found, theta ** -(torch.arange(0, 8, 2) / 8), rtol=3e-7, atol=0)
 
 
-def test_heads_become_no_wider_than_needed(tmp_path: Path) -> None:
-    # Layer 1 has four planes that stand still, the others the model's own four.
-    mixed = hf_posenc.patch(llama(), "nope", layers=[1])
-    export = export_stock(mixed, tmp_path / "mixed", max_head_dim=16)
-    assert (export.head_dim, export.head_dim_before, export.memory_factor) == (16, 8, 2.0)
-    # Of partial rotations two planes stand still already.
-    for layer, theta in enumerate((100.0, 50.0, 100.0)):
-        hf_posenc.patch(mixed, "rope", layers=[layer], theta=theta, rotary_dim=4)
-    with pytest.raises(
-        ExportError, match=r"Heads with 10 channels instead of 8.*1\.25 times as large.*max_head_dim=10"
-    ):
-        export_stock(mixed, tmp_path / "partial")
-    with pytest.raises(ExportError, match="max_head_dim=9 is too little"):
-        export_stock(mixed, tmp_path / "partial", max_head_dim=9)
-    assert export_stock(mixed, tmp_path / "partial", max_head_dim=10).head_dim == 10
-
-
 HALF = torch.tensor(0.5)
 
 
@@ -228,15 +192,15 @@ def test_a_plane_with_the_same_speed_is_the_same(gates: tuple[Tensor, ...], tmp_
         for layer, gate in zip(model.model.layers, gates, strict=True):
             layer.self_attn.hf_posenc.gate_weight.fill_(gate)
     expected = logits(model)
-    assert export_stock(model, tmp_path / "out").head_dim == 8
+    export_stock(model, tmp_path / "out")
     exported = LlamaForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(logits(exported), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_half_precision_stays(tmp_path: Path) -> None:
-    model = trained(llama, "liere").to(torch.bfloat16)
+    model = trained(llama, "rope", layout="interleaved").to(torch.bfloat16)
     exact = logits(copy.deepcopy(model).float())
-    export_stock(model, tmp_path / "out", max_head_dim=WIDE)
+    export_stock(model, tmp_path / "out")
     found = LlamaForCausalLM.from_pretrained(tmp_path / "out")
     assert found.dtype == torch.bfloat16
     noise = (logits(model).float() - exact).abs().mean()
@@ -262,7 +226,7 @@ def test_other_heads(name: str, kind: Any, tmp_path: Path) -> None:
 # of frequencies, rows for padding. The last entry is why a case is refused.
 FAMILIES: list[tuple[str, str, dict[str, Any], str | None]] = [
     ("gemma2", "rope", {"layout": "interleaved"}, None),
-    ("gemma2", "comrope_ap", {}, None),
+    ("gemma2", "comrope_ap", {}, "one table for all heads"),
     ("qwen3", "rope", {"theta": 50.0}, None),
     ("qwen3", "rope", {"layout": "interleaved"}, "between these and the rotation the model has q_norm, k_norm"),
     ("smollm3", "nope", {}, None),
@@ -282,9 +246,9 @@ def test_families(family: str, scheme: str, options: dict[str, Any], refusal: st
     model = trained(lambda: loader.from_config(config, attn_implementation="eager").eval(), scheme, **options)
     if refusal is not None:
         with pytest.raises(ExportError, match=refusal):
-            export_stock(model, tmp_path / "out", max_head_dim=WIDE)
+            export_stock(model, tmp_path / "out")
         return
-    export_stock(model, tmp_path / "out", max_head_dim=None if family == "roberta" else WIDE)
+    export_stock(model, tmp_path / "out")
     found = loader.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     with torch.no_grad():
         torch.testing.assert_close(found(IDS.clamp(2))[0], model(IDS.clamp(2))[0], atol=1e-4, rtol=1e-4)
@@ -299,27 +263,29 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "series": (lambda: trained(llama, "fope"), {}, "'fope' .* changes queries"),
     "table on llama": (lambda: trained(llama, "learned"), {}, "vector per position .* rotary encoding has no table"),
     "buckets on llama": (lambda: trained(llama, "t5"), {}, "adds a bias of the distance"),
-    "spectra": (lambda: trained(llama, "comrope_ld"), {}, "24 distinct ones .* planes for 4.* 6 times as large"),
+    "spectra": (lambda: trained(llama, "comrope_ld"), {}, "other frequencies than others, .* one table for all"),
     "turned twice": (lambda: trained(llama, "rope", native="keep"), {}, "besides the model's own .* native='remove'"),
     "changing frequencies": (
-        lambda: trained(lambda: llama(rope_parameters=DYNAMIC), "nope", layers=[0]), {"max_head_dim": WIDE},
+        lambda: trained(lambda: llama(rope_parameters=DYNAMIC), "nope", layers=[0]), {},
         r"layer 1 of the decoder \(without a scheme\) keeps frequencies that change beyond 64 tokens",
     ),
     "rotation on gpt2": (lambda: trained(gpt2, "rope"), {}, "turns queries and keys .* table of positions only"),
     "rotation on t5": (lambda: trained(t5, "rope"), {}, "turns queries and keys .* table for distances only"),
     "tables of layers": (lambda: trained(t5, "t5", shared=False), {}, "layer 1 of the encoder .* another bias"),
-    "no end": (lambda: trained(t5, "kerple"), {}, "goes on changing with the distance, .* max_positions"),
-    "an end": (lambda: trained(t5, "t5"), {"max_positions": 30}, "constant from the distance 128 on"),
-    "factor": (lambda: trained(t5, "kerple", weighted=True), {"max_positions": 30}, "changes the logits"),
+    "gates per layer": (lambda: trained(llama, "rope", gate=True), {}, "one table for all heads of all layers"),
+    "some layers without": (lambda: trained(llama, "nope", layers=[1]), {}, "layer 1 .*turns some heads"),
+    "no end": (lambda: trained(t5, "kerple"), {}, "goes on changing beyond 128 tokens"),
+    "within a bucket": (lambda: trained(t5, "t5_clipped", max_distance=12, init="normal"), {}, "within a bucket"),
+    "factor": (lambda: trained(t5, "kerple", weighted=True), {}, "changes the logits"),
+    "distances of t5": (lambda: trained(t5, "nope"), {"max_positions": 30}, "no table of positions"),
     "grid": (lambda: trained(vit, "sinusoidal"), {}, "images of any size"),
     "patches": (lambda: trained(vit, "learned", num_positions=16), {}, "ViTForImageClassification has 17"),
     "more than there are": (lambda: trained(gpt2, "learned"), {"max_positions": 41}, "41 positions .* at most 40"),
     "none": (lambda: trained(gpt2, "nope"), {"max_positions": 0}, "max_positions=0; .* from 1 to 16,777,216"),
-    "fraction": (lambda: trained(llama, "rope", theta=500.0), {"max_head_dim": 2.5}, "max_head_dim=2.5; expected an"),
-    "positions of llama": (lambda: trained(llama, "nope"), {"max_positions": 9}, "no table of positions or distances"),
-    "width of gpt2": (lambda: trained(gpt2, "nope"), {"max_head_dim": 9}, "only models with rotary encoding"),
+    "fraction": (lambda: trained(gpt2, "nope"), {"max_positions": 2.5}, "max_positions=2.5; expected an"),
+    "positions of llama": (lambda: trained(llama, "nope"), {"max_positions": 9}, "no table of positions"),
     "adapters": (lambda: adapted(), {}, r"merge PEFT adapters with model.merge_and_unload"),
-    "altered": (lambda: altered(), {}, "q_proj of layer 0 of the decoder is a Altered"),
+    "altered": (lambda: altered(), {}, "layer 0 of the decoder needs other projections, and q_proj is a Altered"),
     "elsewhere": (lambda: trained(llama, "nope").to("meta"), {}, "not in memory"),
     "handover": (
         lambda: strengths(trained(llama, "rope", native="keep"), native=0.5), {},
@@ -337,7 +303,7 @@ def altered() -> Any:
     class Altered(torch.nn.Linear):
         pass
 
-    model = trained(llama, "rope", theta=50.0)
+    model = trained(llama, "rope", layout="interleaved")
     model.model.layers[0].self_attn.q_proj.__class__ = Altered
     return model
 
@@ -390,14 +356,14 @@ def test_the_command(tmp_path: Path) -> None:
         return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
 
     source, out = tmp_path / "in", tmp_path / "out"
-    hf_posenc.patch(AutoModelForCausalLM.from_pretrained(TINY_LLAMA), "nope", layers="every:2").save_pretrained(source)
+    hf_posenc.patch(AutoModelForCausalLM.from_pretrained(TINY_LLAMA), "nope").save_pretrained(source)
     AutoTokenizer.from_pretrained(TINY_LLAMA).save_pretrained(source)
-    refused = run("export", source, out)
-    assert (refused.exit_code, "--max-head-dim" in refused.stderr) == (1, True)
+    refused = run("export", source, out, "--max-positions", 9)
+    assert (refused.exit_code, "no table of positions" in refused.stderr) == (1, True)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
-    done = run("export", source, out, "--max-head-dim", 48)
+    done = run("export", source, out)
     assert done.exit_code == 0, done.stderr
-    for part in ("48 instead of 24: ", f'LlamaForCausalLM.from_pretrained("{out}")', "AutoTokenizer.from_pretrained"):
+    for part in (f'LlamaForCausalLM.from_pretrained("{out}")', "AutoTokenizer.from_pretrained"):
         assert part in done.stdout
     assert len(AutoTokenizer.from_pretrained(out)) == len(AutoTokenizer.from_pretrained(TINY_LLAMA))
     assert type(AutoModelForCausalLM.from_pretrained(out)) is LlamaForCausalLM
@@ -418,10 +384,8 @@ def outcome(scheme: str, architecture: str, folder: Path) -> str:
     model = trained(make, scheme, **stacks)
     try:
         export_stock(model, folder / architecture)
-    except ExportError as error:
-        if "max_head_dim" in str(error):
-            return "wider heads"
-        return "up to a length" if "max_positions" in str(error) else "no"
+    except ExportError:
+        return "no"
     return "yes"
 
 

@@ -211,15 +211,9 @@ def explain(
 def export(
     directory: Converted,
     out: Out,
-    max_head_dim: Annotated[
-        int | None,
-        Option(
-            min=1, help="Largest width of heads, where layers or heads have different frequencies. Default: unchanged."
-        ),
-    ] = None,
     max_positions: Annotated[
         int | None,
-        Option(min=1, help="Length of the table of positions or distances, for schemes without a maximum length."),
+        Option(min=1, help="Rows of the table of positions, for schemes without a maximum length."),
     ] = None,
 ) -> None:
     """Write a converted checkpoint as a stock one that needs no hf-posenc, if a stock model computes the same."""
@@ -228,7 +222,7 @@ def export(
     quiet()
     with whole_directory(out) as folder:
         model = load_converted(directory, "It is a stock one already.")
-        report = export_stock(model, folder, max_head_dim=max_head_dim, max_positions=max_positions)
+        report = export_stock(model, folder, max_positions=max_positions)
         copy_companions(str(directory), folder)
     typer.echo(f"{report}\n")
     say_how_to_load(out, report.model)

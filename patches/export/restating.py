@@ -105,7 +105,6 @@ class Draft:
         }
         self.replaced = False
         self.changes: list[str] = []
-        self.head_dim: int | None = None
         self.positions: int | None = None
 
     def replace(self, parameter: Tensor, value: Tensor) -> None:
@@ -113,15 +112,10 @@ class Draft:
         self.replaced = True
         self.weights[self.names[id(parameter)]] = value.detach().to(parameter.device, parameter.dtype).contiguous()
 
-    def blank(self) -> PreTrainedModel:
-        """Make the model without weights."""
-        with torch.device("meta"):
-            stock: PreTrainedModel = self.kind(copy.deepcopy(self.config))
-        return stock
-
     def build(self) -> PreTrainedModel:
         """Make the model."""
-        stock = self.blank()
+        with torch.device("meta"):
+            stock: PreTrainedModel = self.kind(copy.deepcopy(self.config))
         stock.load_state_dict(self.weights, assign=True)
         stock.tie_weights()
         if getattr(self.model, "generation_config", None) is not None:
@@ -129,14 +123,14 @@ class Draft:
         return stock
 
 
-def restate(draft: Draft, stacks: Sequence[Stack], *, max_head_dim: int | None, max_positions: int | None) -> None:
+def restate(draft: Draft, stacks: Sequence[Stack], *, max_positions: int | None) -> None:
     """Write the positional encodings of a model into the config and weights of a stock one, see `export_stock`."""
     geometry = stacks[0].layers[0].geometry
     if geometry.inv_freq is not None:
         for stack in stacks:
-            _restate_rotations(draft, stack, max_head_dim)
+            _restate_rotations(draft, stack)
     elif geometry.native is not None and geometry.native.max_distance is not None:
-        _restate_distances(draft, stacks, max_positions)
+        _restate_distances(draft, stacks)
     elif geometry.native is not None:
         for stack in stacks:
             _restate_positions(draft, stack, max_positions)
@@ -150,7 +144,7 @@ def restate(draft: Draft, stacks: Sequence[Stack], *, max_head_dim: int | None, 
 # -- rotations ---------------------------------------------------------------------------------------------------------
 
 
-def _restate_rotations(draft: Draft, stack: Stack, max_head_dim: int | None) -> None:
+def _restate_rotations(draft: Draft, stack: Stack) -> None:
     """Bring the rotations of all layers into the one table of frequencies that a stock model has."""
     rotations = [_rotation(layer) for layer in stack.layers]
     pairs = list(zip(stack.layers, rotations, strict=True))
@@ -160,25 +154,29 @@ def _restate_rotations(draft: Draft, stack: Stack, max_head_dim: int | None) -> 
         own = layer.geometry.inv_freq
         if rotation.frequencies.any() and (own is None or not own.any()):
             raise unfit(layer, "turns queries and keys, and this layer of the stock model does not")
-    frequencies, spreads = _one_table(rotations)
-    width = 2 * len(frequencies)
-    _check_width(width, stack.layers[0].geometry.head_dim, max_head_dim)
     if "rope_theta" not in draft.config.rope_parameters:
         raise unfit(stack.layers[0], "needs other frequencies, and the model has several tables of them")
-    draft.config.head_dim = draft.head_dim = width
+    falling = [_falling(rotation) for rotation in rotations]
+    frequencies = falling[0].frequencies[0]
+    attention: Any
+    for layer, rotation, attention in zip(
+        stack.layers, falling, draft.architecture.attentions(stack.body), strict=True
+    ):
+        if bool(((rotation.frequencies - frequencies).abs() > _SAME * frequencies).any()):
+            raise unfit(
+                layer,
+                "turns some heads by other frequencies than others, and a stock model has one table for all heads of "
+                "all layers",
+            )
+        projections = draft.architecture.projections(attention)
+        between = [name for name in dict(attention.named_children()) if name not in (*projections, surgery.OWN)]
+        if not _is_unit(rotation.basis) and any(list(getattr(attention, name).parameters()) for name in between):
+            names = ", ".join(between)
+            raise unfit(layer, f"needs other projections, and between these and the rotation the model has {names}")
+        _turn_projections(draft, projections, rotation.basis, layer)
     draft.config.rope_parameters = _rope_parameters(draft.config, frequencies)
     # A Llama ignores this with default frequencies, but not with these.
     vars(draft.config).pop("partial_rotary_factor", None)
-    blank = draft.architecture.stacks(draft.blank())[stack.name]
-    for index, attention in enumerate(draft.architecture.attentions(stack.body)):
-        layer, spread = stack.layers[index], spreads[index]
-        projections = _linear(draft.architecture.projections(attention), f"layer {index} of the {stack.name}")
-        factor = layer.geometry.scale / draft.architecture.geometry(blank, index).scale
-        between = [name for name, part in attention.named_children() if name not in (*projections, surgery.OWN)]
-        if (factor != 1 or not _is_unit(spread)) and any(list(getattr(attention, x).parameters()) for x in between):
-            names = ", ".join(between)
-            raise unfit(layer, f"needs other projections, and between these and the rotation the model has {names}")
-        _fold_projections(draft, projections, spread, layer.geometry.heads, factor)
     moving = frequencies[frequencies > 0]
     if len(moving):
         span = f"{len(moving)} from {moving[-1]:.3g} to {moving[0]:.3g} per token"
@@ -225,56 +223,27 @@ def _is_native(rotation: Rotation, geometry: Geometry) -> bool:
     )
 
 
-def _check_width(needed: int, own: int, allowed: int | None) -> None:
-    if needed <= max(own, allowed or own):
-        return
-    said = "" if allowed is None else f" (max_head_dim={allowed} is too little)"
-    raise ExportError(
-        "Cannot export: a stock model turns all heads of all layers by the same frequencies, and here they differ: "
-        f"{needed // 2} distinct ones in all, where a head has planes for {own // 2}{said}. Heads with {needed} "
-        f"channels instead of {own}, most of them zero, would hold all; the projections of attention and the "
-        f"key/value cache would be {needed / own:g} times as large. Pass max_head_dim={needed} (--max-head-dim) if "
-        "that is worth it."
-    )
-
-
-def _linear(projections: Mapping[str, nn.Module | None], place: str) -> dict[str, nn.Linear]:
-    found: dict[str, nn.Linear] = {}
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        module = projections.get(name)
-        if type(module) is not nn.Linear:
-            raise ExportError(
-                f"Cannot export: {name} of {place} is a {type(module).__name__}, expected a torch.nn.Linear whose "
-                "weights can be multiplied. Load the model without quantisation or fused projections."
-            )
-        found[name] = module
-    return found
-
-
 def _is_unit(matrices: Tensor) -> bool:
-    unit = torch.eye(matrices.shape[-1], dtype=matrices.dtype)
-    return matrices.shape[1:] == unit.shape and torch.equal(matrices, unit.expand_as(matrices))
+    return torch.equal(matrices, torch.eye(matrices.shape[-1], dtype=matrices.dtype).expand_as(matrices))
 
 
-def _fold_projections(
-    draft: Draft, projections: Mapping[str, nn.Linear], spread: Tensor, heads: int, factor: float
-) -> None:
-    """Bring queries and keys to the axes of a rotation (`spread`, `[G, width, D]`), and all heads to its width."""
-    groups, width, size = spread.shape
-    of_queries = spread.repeat_interleave(heads // groups, dim=0) * factor
-    pad = torch.eye(width, size, dtype=spread.dtype)
-    for name, matrix in (("q_proj", of_queries), ("k_proj", spread), ("v_proj", pad.expand(groups, -1, -1))):
-        if _is_unit(matrix):
-            continue
-        linear = projections[name]
+def _turn_projections(draft: Draft, projections: Mapping[str, nn.Module | None], basis: Tensor, layer: Layer) -> None:
+    """Bring queries and keys to the axes of a rotation, `basis` `[G, D, D]`."""
+    if _is_unit(basis):
+        return
+    of_queries = basis.repeat_interleave(layer.geometry.heads // len(basis), dim=0)
+    for name, matrix in (("q_proj", of_queries), ("k_proj", basis)):
+        linear = projections.get(name)
+        if type(linear) is not nn.Linear:
+            raise unfit(
+                layer,
+                f"needs other projections, and {name} is a {type(linear).__name__}, not a torch.nn.Linear. Load the "
+                "model without quantisation or fused projections",
+            )
         for parameter in (linear.weight, linear.bias):
             if parameter is not None:
-                rows = parameter.detach().double().cpu().view(len(matrix), size, -1)
-                draft.replace(parameter, (matrix @ rows).reshape(len(matrix) * width, *parameter.shape[1:]))
-    if width != size:
-        weight = projections["o_proj"].weight
-        columns = weight.detach().double().cpu().view(len(weight), heads, size)
-        draft.replace(weight, (columns @ pad.T).flatten(1))
+                rows = parameter.detach().double().cpu().view(len(matrix), matrix.shape[-1], -1)
+                draft.replace(parameter, (matrix @ rows).reshape(parameter.shape))
 
 
 def _rope_parameters(config: Any, frequencies: Tensor) -> dict[str, Any]:
@@ -307,50 +276,18 @@ def _rope_parameters(config: Any, frequencies: Tensor) -> dict[str, Any]:
     }
 
 
-def _one_table(rotations: Sequence[Rotation]) -> tuple[Tensor, list[Tensor]]:
-    """Bring rotations, one per layer, into one table: the smallest that holds the frequencies of all heads.
+def _falling(rotation: Rotation) -> Rotation:
+    """Return the same rotation with frequencies that fall and are not negative.
 
-    Returns:
-        The table, float64 `[P]`, falling and not negative, in the layout of transformers: pairs (i, i + P). And for
-        each layer the map from its queries and keys to those that the table turns, float64 `[G, 2 P, D]`.
+    A plane seen from its other side turns forward, and planes may change places.
     """
-    forward = [_forward(rotation) for rotation in rotations]
-    heads = torch.cat([rotation.frequencies for rotation in forward])  # [layers * G, D / 2]
-    levels = _levels(heads)
-    # Find the level of each plane of each head.
-    between = (levels[1:] + levels[:-1]) / 2
-    index = len(between) - torch.bucketize(heads, between.flip(0))
-    copies = torch.stack([row.bincount(minlength=len(levels)) for row in index]).amax(dim=0)
-    begins = copies.cumsum(0) - copies
-    table = levels.repeat_interleave(copies)
-    slots = torch.stack([_slots(row, begins) for row in index])
-    bases = torch.cat([rotation.basis for rotation in forward])
-    rows = torch.cat((slots, slots + len(table)), dim=1)[..., None].expand_as(bases)
-    maps = bases.new_zeros(len(bases), 2 * len(table), bases.shape[-1]).scatter(1, rows, bases)
-    return table, list(torch.split(maps, [len(rotation.frequencies) for rotation in forward]))
-
-
-def _forward(rotation: Rotation) -> Rotation:
-    """Return the same rotation with no frequency below zero: a plane seen from its other side turns forward."""
     speed = rotation.frequencies.abs()
+    order = speed.argsort(dim=-1, descending=True, stable=True)
     u, w = rotation.basis.chunk(2, dim=1)
     w = torch.where(rotation.frequencies[..., None] < 0, -w, w)
-    return Rotation(speed.where(speed > _SLOWEST, speed.new_zeros(())), torch.cat((u, w), dim=1))
-
-
-def _levels(frequencies: Tensor) -> Tensor:
-    """Return the distinct frequencies, falling."""
-    kept: list[float] = []
-    for frequency in sorted(set(frequencies.flatten().tolist()), reverse=True):
-        if not kept or kept[-1] - frequency > _SAME * kept[-1]:
-            kept.append(frequency)
-    return frequencies.new_tensor(kept)
-
-
-def _slots(levels: Tensor, begins: Tensor) -> Tensor:
-    """Return the place of each plane of a head in the table, given its level and where the levels begin there."""
-    earlier = torch.stack([(levels[:place] == level).sum() for place, level in enumerate(levels)])
-    return begins[levels] + earlier
+    u, w = (x.gather(1, order[..., None].expand_as(x)) for x in (u, w))
+    speed = speed.where(speed > _SLOWEST, speed.new_zeros(())).gather(-1, order)
+    return Rotation(speed, torch.cat((u, w), dim=1))
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -400,83 +337,45 @@ def _restate_positions(draft: Draft, stack: Stack, max_positions: int | None) ->
     draft.changes.append("weights: table of positions" + ("" if bool(values.any()) else ", which is zero"))
 
 
-def _restate_distances(draft: Draft, stacks: Sequence[Stack], max_positions: int | None) -> None:
+def _restate_distances(draft: Draft, stacks: Sequence[Stack]) -> None:
     """Write biases of the distance into the model's own tables of buckets, one for each stack or layer."""
-    native = stacks[0].layers[0].geometry.native
-    assert native is not None
-    assert native.max_distance is not None
-    own = (len(native.weight), native.max_distance)
-    far = max(native.max_distance, *(_reach(layer, max_positions) for stack in stacks for layer in stack.layers))
-    added = [layer.added for stack in stacks for layer in stack.layers if isinstance(layer.added, DistanceTable)]
-    if max_positions is not None and all(table.reach is not None for table in added):
-        raise ExportError(
-            f"Got max_positions={max_positions}, but the bias is constant from the distance {far} on, so a table holds "
-            "all of it. Leave max_positions out."
-        )
-    tables = [(table, _distance_values(layers, far)) for stack in stacks for table, layers in _tables(draft, stack)]
-    restated = [_bucket_table(values, far, *own) for _, values in tables]
-    if any(table is None for table in restated):
-        # A bucket for each distance: those of single distances are the first half of each side's.
-        buckets = (far + 1) * (2 if all(stack.layers[0].geometry.causal for stack in stacks) else 4)
-        own = (buckets, buckets)
-        restated = [_bucket_table(values, far, *own) for _, values in tables]
-    for (table, _), new in zip(tables, restated, strict=True):
-        assert new is not None
-        draft.replace(table, new)
-    draft.config.relative_attention_num_buckets, draft.config.relative_attention_max_distance = own
-    draft.changes.append(f"weights: biases of the distance, in {own[0]} buckets")
-    draft.positions = max_positions
+    for stack in stacks:
+        for table, layers in _tables(draft, stack):
+            draft.replace(table, _bucket_table(layers))
+    draft.changes.append("weights: biases of the distance")
 
 
-def _reach(layer: Layer, max_positions: int | None) -> int:
-    """Return the distance from which the bias of a layer counts as constant."""
-    if isinstance(layer.added, Nothing):
-        return 0
-    if not isinstance(layer.added, DistanceTable):
-        raise unfit(layer, f"{_DOES[type(layer.added)]}, and the model has a table for distances only")
-    if layer.added.reach is not None:
-        return layer.added.reach
-    if max_positions is None:
-        raise unfit(
-            layer,
-            "adds a bias that goes on changing with the distance, and the model has a table for some distances. Pass "
-            "max_positions (--max-positions) for one that is right for inputs up to that length, and constant beyond",
-        )
-    return max_positions - 1
-
-
-def _distance_values(layers: Sequence[Layer], far: int) -> Tensor:
-    """Return the bias of all layers of a table at distances from `-far` (0 in decoders) to `far`, float64 `[H, N]`."""
+def _bucket_table(layers: Sequence[Layer]) -> Tensor:
+    """Return the bias of all layers that read a table as values of its buckets, float64 `[buckets, H]`."""
     geometry = layers[0].geometry
     native = geometry.native
     assert native is not None
     assert native.max_distance is not None
+    far = native.max_distance
     distance = torch.arange(0 if geometry.causal else -far, far + 1)
-    buckets = Buckets(num_buckets=len(native.weight), max_distance=native.max_distance, causal=geometry.causal)
-    own = native.weight.detach().double().cpu()[buckets(distance)].T
-    found: list[Tensor] = []
+    index = Buckets(num_buckets=len(native.weight), max_distance=far, causal=geometry.causal)(distance)
+    own = native.weight.detach().double().cpu()
+    table = torch.zeros_like(own)
+    first: Tensor | None = None
     for layer in layers:
-        bias = layer.native * own
+        bias = layer.native * own[index]
         if isinstance(layer.added, DistanceTable):
+            if layer.added.reach is None or layer.added.reach > far:
+                raise unfit(
+                    layer, f"adds a bias that goes on changing beyond {far} tokens, where the model's table ends"
+                )
             with torch.no_grad():
-                bias = bias + layer.added.at(distance, torch.float64).cpu()
-        found.append(bias)
-        if not torch.equal(bias, found[0]):
+                bias = bias + layer.added.at(distance, torch.float64).cpu().T
+        elif not isinstance(layer.added, Nothing):
+            raise unfit(layer, f"{_DOES[type(layer.added)]}, and the model has a table for distances only")
+        table[index] = bias
+        if not torch.equal(table[index], bias):
+            raise unfit(layer, "adds a bias that changes within a bucket of the model's table of distances")
+        if first is not None and not torch.equal(bias, first):
             raise unfit(
                 layer,
-                f"gives the layer another bias than that of {layers[0].place}, and a stock model has one table "
-                "for all layers of a stack",
+                f"gives the layer another bias than that of {layers[0].place}, and a stock model has one table for all "
+                "layers of a stack",
             )
-    return found[0]
-
-
-def _bucket_table(values: Tensor, far: int, count: int, max_distance: int) -> Tensor | None:
-    """Return `_distance_values` as a table of buckets, float64 `[count, H]`; `None` if buckets are too coarse."""
-    causal = values.shape[1] == far + 1
-    reach = max(far, max_distance)
-    distance = torch.arange(0 if causal else -reach, reach + 1)
-    index = Buckets(num_buckets=count, max_distance=max_distance, causal=causal)(distance)
-    wanted = values[:, distance.clamp(-far, far) + (0 if causal else far)].T
-    table = wanted.new_zeros(count, len(values))
-    table[index] = wanted
-    return table if torch.equal(table[index], wanted) else None
+        first = bias
+    return table

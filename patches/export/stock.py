@@ -25,28 +25,16 @@ class Export:
     Attributes:
         model: Name of the stock class.
         changes: Differences from the stock model that was converted, in words; empty if there are none.
-        head_dim: Channels per head in the stock model.
-        head_dim_before: Channels per head in the converted model.
         positions: Longest input for which the outputs agree; `None` if there is no limit.
     """
 
     model: str
     changes: tuple[str, ...]
-    head_dim: int
-    head_dim_before: int
     positions: int | None
-
-    @property
-    def memory_factor(self) -> float:
-        """Growth factor of the attention projections and of the key/value cache."""
-        return self.head_dim / self.head_dim_before
 
     def __str__(self) -> str:
         changes = self.changes or ("nothing: it computes its own encoding",)
         rows = [("model", self.model), *(("changed", change) for change in changes)]
-        if self.head_dim != self.head_dim_before:
-            cost = f"projections of attention and key/value cache are {self.memory_factor:g} times as large"
-            rows.append(("head_dim", f"{self.head_dim} instead of {self.head_dim_before}: {cost}"))
         if self.positions is not None:
             rows.append(("equal up to", f"{self.positions:,} tokens"))
         return "\n".join(f"{name + ':':<20} {value}" for name, value in rows)
@@ -56,7 +44,6 @@ def export_stock(
     model: PreTrainedModel,
     directory: str | os.PathLike[str],
     *,
-    max_head_dim: int | None = None,
     max_positions: int | None = None,
 ) -> Export:
     """Write a converted model as an ordinary checkpoint of its stock class, which loads without this package.
@@ -67,10 +54,8 @@ def export_stock(
     Args:
         model: A patched model, not wrapped by anything.
         directory: Where to write; must not exist, or be empty.
-        max_head_dim: Largest width of heads. A stock model turns all heads of all layers by the same frequencies;
-            where those of the schemes differ, wider heads padded with zeros hold all. `None` keeps the width.
-        max_positions: Length of the exported table, where the scheme has no limit: rows of a table of positions
-            (GPT-2; `None` keeps the model's own length), or distances in a table of biases (T5; required).
+        max_positions: Rows of an exported table of positions, where the scheme has no limit; `None` keeps the model's
+            own length.
 
     Returns:
         A summary of the exported model.
@@ -85,16 +70,14 @@ def export_stock(
             architecture = _check_model(model)
             stacks = [read_stack(architecture, model, name) for name in architecture.stacks(model)]
             layers = [layer for stack in stacks for layer in stack.layers]
-            geometry = layers[0].geometry
-            _check_options(geometry, max_head_dim, max_positions)
+            _check_positions(layers[0].geometry, max_positions)
             draft = Draft(model, architecture)
             if max_positions is not None or not all(one.native and isinstance(one.added, Nothing) for one in layers):
-                restate(draft, stacks, max_head_dim=max_head_dim, max_positions=max_positions)
+                restate(draft, stacks, max_positions=max_positions)
             draft.build().save_pretrained(folder)
     except OutputError as error:
         raise ExportError(str(error)) from error
-    width = draft.head_dim or geometry.head_dim
-    return Export(draft.kind.__name__, tuple(draft.changes), width, geometry.head_dim, draft.positions)
+    return Export(draft.kind.__name__, tuple(draft.changes), draft.positions)
 
 
 def _check_model(model: object) -> Architecture:
@@ -125,16 +108,11 @@ def _check_model(model: object) -> Architecture:
     return architecture
 
 
-def _check_options(geometry: Geometry, max_head_dim: int | None, max_positions: int | None) -> None:
-    """Raise if an option is no count, or has no effect on the model."""
-    for name, value in (("max_head_dim", max_head_dim), ("max_positions", max_positions)):
-        if value is not None and (not is_count(value) or value < 1):
-            raise ExportError(f"Got {name}={value!r}; expected an integer from 1 to {LARGEST_COUNT:,}.")
-    if max_head_dim is not None and geometry.inv_freq is None:
-        raise ExportError(
-            f"Got max_head_dim={max_head_dim}, but only models with rotary encoding can have wider heads."
-        )
-    if max_positions is not None and geometry.native is None:
-        raise ExportError(
-            f"Got max_positions={max_positions}, but the stock model has no table of positions or distances."
-        )
+def _check_positions(geometry: Geometry, max_positions: int | None) -> None:
+    """Raise if the number of positions is no count, or has no effect on the model."""
+    if max_positions is None:
+        return
+    if not is_count(max_positions) or max_positions < 1:
+        raise ExportError(f"Got max_positions={max_positions!r}; expected an integer from 1 to {LARGEST_COUNT:,}.")
+    if geometry.native is None or geometry.native.max_distance is not None:
+        raise ExportError(f"Got max_positions={max_positions}, but the stock model has no table of positions.")
