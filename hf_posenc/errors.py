@@ -12,12 +12,24 @@ when weights do not fit.
 """
 
 import re
+import reprlib
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
+
+# Characters of a value in a message, and of a message.
+_VALUE, _MESSAGE = 200, 1200
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 3
+_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = _SHORT.maxfrozenset = 12
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _VALUE
 
 
 class PosencError(ValueError):
-    """Base class of the errors of this package."""
+    """Base class of the errors of this package; the middle of a very long message is left out."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(cut(str(message), _MESSAGE))
 
 
 class UnknownSchemeError(PosencError):
@@ -80,10 +92,23 @@ class RecipeError(PosencError):
     """A recipe is not as its schema says, or cannot be run."""
 
 
+def cut(text: str, most: int = _VALUE) -> str:
+    """Return a text of at most so many characters, without its middle if it has more."""
+    return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[5 - most // 3 :]}"
+
+
+def shown(value: Any) -> str:
+    """Return a value as it is written in Python, cut for a message; the whole text, which may be huge, is not made."""
+    try:
+        return cut(_SHORT.repr(value))
+    except ValueError:  # Python writes no number of so many digits.
+        return f"a number of type {type(value).__name__} with more than 4,000 digits"
+
+
 def suggest(got: str, known: Iterable[str]) -> str:
     """Return a sentence that names the nearest known word, and all of them."""
     words = sorted(known)
-    near = get_close_matches(got.lower(), words, n=1, cutoff=0.5)
+    near = get_close_matches(got[:_VALUE].lower(), words, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     return f"{hint}Known: {', '.join(words) if words else 'none'}."
 

@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from hf_posenc.composition import Composite, compose
-from hf_posenc.errors import DirectionError, OptionError, UnknownSchemeError, suggest
+from hf_posenc.errors import DirectionError, OptionError, UnknownSchemeError, shown, suggest
 from hf_posenc.operands import LARGEST_COUNT, LARGEST_NUMBER, SMALLEST_NUMBER, Geometry, is_count, is_number
 from hf_posenc.scheme import Scheme, option_names
 
@@ -148,11 +148,11 @@ def get(name: str) -> SchemeInfo:
     """
     known = schemes()
     if not isinstance(name, str):
-        raise UnknownSchemeError(f"Expected the name of a scheme, got {name!r}. {suggest('', known)}")
+        raise UnknownSchemeError(f"Expected the name of a scheme, got {shown(name)}. {suggest('', known)}")
     if "+" in name:
         return _combined(name, [get(part) for part in name.split("+")])
     if name not in known:
-        raise UnknownSchemeError(f"There is no scheme {name!r}. {suggest(name, known)}")
+        raise UnknownSchemeError(f"There is no scheme {shown(name)}. {suggest(name, known)}")
     return known[name]
 
 
@@ -194,7 +194,7 @@ def build(name: str, geometry: Geometry, **options: Any) -> Scheme:
     """
     info = get(name)
     if not isinstance(geometry, Geometry):
-        raise OptionError(f"build({name!r}): expected a Geometry as second argument, got {geometry!r}.")
+        raise OptionError(f"build({name!r}): expected a Geometry as second argument, got {shown(geometry)}.")
     return make(info, geometry, options)
 
 
@@ -248,12 +248,14 @@ def check_options(info: SchemeInfo, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name == _WINDOW and name not in names:
             if value is not None and not (is_count(value) and value >= 1):
-                raise OptionError(f"{info.name}: option window={value!r}: expected None or a distance of at least 1.")
+                raise OptionError(
+                    f"{info.name}: option window={shown(value)}: expected None or a distance of at least 1."
+                )
             continue
         if name not in names:
-            raise OptionError(f"{info.name} has no option {name!r}. {suggest(name, names)}")
+            raise OptionError(f"{info.name} has no option {shown(name)}. {suggest(name, names)}")
         if not _matches(value, hints[name]):
-            raise OptionError(f"{info.name}: option {name}={value!r}: expected {_expected(value, hints[name])}.")
+            raise OptionError(f"{info.name}: option {name}={shown(value)}: expected {_expected(value, hints[name])}.")
 
 
 def _matches(value: Any, hint: Any) -> bool:

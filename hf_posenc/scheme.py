@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import ExportError, OptionError
+from hf_posenc.errors import ExportError, OptionError, shown
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops import grouped_matmul, softmax_of_seen
 from hf_posenc.structures import Adaptation, Bias, Equivalent, Folded, KeyScan, Locality, Nothing, Picture
@@ -98,7 +98,7 @@ class Scheme(nn.Module, metaclass=_Started):
     def require(self, condition: bool, option: str, got: object, expected: str) -> None:
         """Raise `OptionError` unless a condition on an option holds."""
         if not condition:
-            raise OptionError(f"{self.name}: option {option}={got!r}: expected {expected}.")
+            raise OptionError(f"{self.name}: option {option}={shown(got)}: expected {expected}.")
 
     def reset_parameters(self) -> None:
         """Set the parameters to their start, with the functions of `torch.nn.init` only; called after `__init__`.

@@ -11,8 +11,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from hf_posenc.errors import CheckpointError, PosencError, StorageError
 
 
@@ -53,15 +51,16 @@ def storing(place: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reading(what: str, advice: str = "") -> Iterator[None]:
-    """Raise `CheckpointError`, which ends with advice, where something to read is damaged or out of reach."""
+def reading(what: str, advice: str = "", kind: type[PosencError] = CheckpointError) -> Iterator[None]:
+    """Raise an error of one line, which ends with advice, where something to read is damaged or out of reach."""
     try:
         yield
     except PosencError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+    # Damaged files fail in as many ways as there are readers, and libraries raise bare exceptions.
+    except Exception as error:
         words = " ".join(str(error).split())
-        raise CheckpointError(f"{what} cannot be read ({type(error).__name__}: {words}).{advice}") from error
+        raise kind(f"{what} cannot be read ({type(error).__name__}: {words}).{advice}") from error
 
 
 def _full(error: BaseException | None) -> str | None:

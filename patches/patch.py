@@ -25,6 +25,7 @@ from hf_posenc.errors import (
     NotPatchedError,
     OptionError,
     WrappedModelError,
+    shown,
 )
 from hf_posenc.patches import belonging, record, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
@@ -149,7 +150,7 @@ def set_strength(model: PreTrainedModel, *, native: float = 1.0, scheme: float =
     groups = _groups(model, "set_strength")
     for name, value in (("native", native), ("scheme", scheme)):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-            raise OptionError(f"set_strength: {name}={value!r}: expected a number from 0 to 1.")
+            raise OptionError(f"set_strength: {name}={shown(value)}: expected a number from 0 to 1.")
     if any(group.native == "remove" for group in groups):
         raise OptionError(
             "set_strength: the model's own encoding was removed, so there is nothing to hand over from. Patch with "
@@ -273,7 +274,7 @@ def prepare(
     check_scheme(scheme)
     info = registry.get(scheme)
     if native not in ("remove", "keep"):
-        raise OptionError(f"native={native!r}: expected 'remove' (the model's own encoding goes) or 'keep'.")
+        raise OptionError(f"native={shown(native)}: expected 'remove' (the model's own encoding goes) or 'keep'.")
     check_backend(getattr(model.config, "_attn_implementation", None))
     bodies = _choose_stacks(architecture, model, stacks)
     chosen = {name: choose_layers(layers, len(architecture.attentions(body))) for name, body in bodies.items()}
@@ -344,7 +345,7 @@ def _choose_stacks(architecture: Architecture, model: nn.Module, stacks: Stacks)
     # A list, since what was given may be unhashable.
     if not wanted or any(name not in list(bodies) for name in wanted):
         raise LayerSelectionError(
-            f"stacks={stacks!r}: a {type(model).__name__} has the stacks {', '.join(bodies)}. Choose among these."
+            f"stacks={shown(stacks)}: a {type(model).__name__} has the stacks {', '.join(bodies)}. Choose among these."
         )
     return {name: body for name, body in bodies.items() if name in wanted}
 
@@ -367,7 +368,7 @@ def choose_layers(layers: Layers, count: int) -> tuple[int, ...]:
     """Turn a selector into sorted layer indices, or raise `LayerSelectionError`."""
     everything = range(count)
     malformed = LayerSelectionError(
-        f"layers={layers!r}: expected a list of indices, a slice, 'every:N' or a function of the index."
+        f"layers={shown(layers)}: expected a list of indices, a slice, 'every:N' or a function of the index."
     )
     if layers is None:
         chosen: Iterable[int] = everything
@@ -386,11 +387,11 @@ def choose_layers(layers: Layers, count: int) -> tuple[int, ...]:
     elif isinstance(layers, Iterable) and getattr(layers, "ndim", 1) == 1:
         chosen = [_index(layers, name, count) for name in layers]
         if len(set(chosen)) < len(chosen):
-            raise LayerSelectionError(f"layers={layers!r} names a layer twice.")
+            raise LayerSelectionError(f"layers={shown(layers)} names a layer twice.")
     else:
         raise malformed
     if not list(chosen):
-        raise LayerSelectionError(f"layers={layers!r} matches none of the {count} layers.")
+        raise LayerSelectionError(f"layers={shown(layers)} matches none of the {count} layers.")
     return tuple(sorted(chosen))
 
 
@@ -401,7 +402,9 @@ def _index(layers: object, name: Any, count: int) -> int:
     except TypeError:
         index = count
     if not -count <= index < count:
-        raise LayerSelectionError(f"layers={layers!r}: {name!r} is no layer; the stack has layers 0 to {count - 1}.")
+        raise LayerSelectionError(
+            f"layers={shown(layers)}: {shown(name)} is no layer; the stack has layers 0 to {count - 1}."
+        )
     return index % count
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
-from hf_posenc.errors import OptionError, UnknownSchemeError
+from hf_posenc.errors import OptionError, UnknownSchemeError, shown
 
 # Parameters that every rope type has.
 _OF_ANY_TYPE = ("rope_theta", "partial_rotary_factor")
@@ -153,8 +153,11 @@ def _rebuild(model: PreTrainedModel, parameters: Mapping[str, Any]) -> None:
             for name, child in module.named_children():
                 if any(key.endswith("inv_freq") for key, _ in child.named_buffers(recurse=False)):
                     setattr(module, name, type(child)(child.config).to(model.device))
-    except (KeyError, TypeError, ValueError) as error:
-        raise OptionError(f"The rope parameters {dict(parameters)} are refused by transformers: {error}") from error
+    # Numbers that are too large, texts or lists fail wherever transformers computes with them first.
+    except Exception as error:
+        raise OptionError(
+            f"The rope parameters {shown(dict(parameters))} are refused by transformers: {error}"
+        ) from error
 
 
 def _kind(config: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_posenc import registry
-from hf_posenc.errors import PosencError, RecipeError, suggest
+from hf_posenc.errors import PosencError, RecipeError, shown, suggest
 from hf_posenc.patches import record, rotary
 from hf_posenc.patches.architecture import of_config
 from hf_posenc.patches.plan import plan
@@ -23,6 +22,7 @@ from hf_posenc.recipes import library
 from hf_posenc.recipes.evaluation.perplexity import TARGETS
 from hf_posenc.recipes.loading import auto_class, load_config, trained_length
 from hf_posenc.recipes.schema import fields
+from hf_posenc.recipes.schema.recipe import MOST
 from hf_posenc.registry import SchemeInfo
 from hf_posenc.scheme import Scheme
 
@@ -94,7 +94,7 @@ def resolve(
     `kind` is the class of recipes. `extend` has two keys more, `factor` and `by`. A config of `None` is read.
     """
     if source not in library.names():
-        raise RecipeError(f"There is no recipe {source!r}. {_instead(source)} A file ends in .yaml.")
+        raise RecipeError(f"There is no recipe {shown(source)}. {_instead(source)} A file ends in .yaml.")
     content: Content = fields.parse(library.content(source), source)
     ways: Content = {}
     of_extend = [pair for pair in overrides if source == "extend" and pair.partition("=")[0] in ("factor", "by")]
@@ -142,7 +142,7 @@ class _Case:
         self.causal = auto_class(config) is AutoModelForCausalLM
         self.own = self.reach = trained_length(config) or _LENGTH
         length = self.training.get("length")
-        self.length = length if isinstance(length, int) and length > 0 else min(self.own, WINDOW)
+        self.length = length if isinstance(length, int) and 0 < length <= MOST else min(self.own, WINDOW)
         # Windows of which positions are skipped hold one long text.
         self.skips = self.causal and data.get("packing") != "documents" and "skip_to" not in self.training
 
@@ -220,15 +220,18 @@ class _Case:
 
     def extend(self, factor: Any = _FACTOR, by: Any = None) -> None:
         """Reach texts of a multiple of the trained length, by one of `ways` or a scheme, which the model may choose."""
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 < factor < math.inf:
-            raise RecipeError(f"factor is {factor!r}; expected a number above 1, such as factor=4.")
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 < factor <= MOST // self.own:
+            raise RecipeError(
+                f"factor is {shown(factor)}; expected a number above 1, such as factor=4, and at most "
+                f"{MOST // self.own:,}."
+            )
         far = int(self.own * factor)
         ways = [*self.ways, *registry.schemes()]
         if by is None:
             by = self.ways[0] if self.ways else self._measured_scheme()
         if by not in ways:
             why = "the model has no rotary encoding" if by in ROPES else suggest(str(by), ways)
-            raise RecipeError(f"by is {by!r}: {why}; expected {', '.join(ways)}.")
+            raise RecipeError(f"by is {shown(by)}: {why}; expected {', '.join(ways)}.")
         if by in ROPES:
             self.set("conversion", rope=rotary.rescaled(self.config, by, far / self.own, self.own))
         elif by != WINDOWS:

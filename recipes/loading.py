@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.resources
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from transformers import (
 )
 from transformers.utils import CONFIG_NAME
 
-from hf_posenc.errors import ArchitectureError, CheckpointError, RecipeError
+from hf_posenc.errors import ArchitectureError, CheckpointError, RecipeError, cut
 from hf_posenc.patches.architecture import of_config, stated_length
 from hf_posenc.patches.directories import reading
 from hf_posenc.recipes.runs.files import MODEL, RECIPE
@@ -39,7 +40,7 @@ def place(name: str) -> str:
 
 def located(name: str) -> str:
     """Return the absolute path of a local model, which means the same in any directory; any other name unchanged."""
-    return str(Path(name).absolute()) if name != TINY_LLAMA and Path(name).is_dir() else name
+    return str(Path(name).absolute()) if name != TINY_LLAMA and os.path.isdir(name) else name
 
 
 def check_place(name: str) -> None:
@@ -47,12 +48,12 @@ def check_place(name: str) -> None:
 
     A mistyped directory looks like a name on the hub; without a network, transformers would retry for half a minute.
     """
-    if Path(name).is_dir():
+    if os.path.isdir(name):  # False also for what no path can be
         return
     # For a name with two slashes the hub's own error would be misleading.
-    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
+    if not re.fullmatch(r"\w[\w.-]{,95}(/\w[\w.-]{,95})?", name):
         raise CheckpointError(
-            f"There is no directory {name}. Give a directory with a checkpoint, or a name on the hub."
+            f"There is no directory {cut(name)}. Give a directory with a checkpoint, or a name on the hub."
         )
     if isinstance(huggingface_hub.try_to_load_from_cache(name, CONFIG_NAME), str):
         return
@@ -98,7 +99,7 @@ def load_config(name: str) -> Any:
     """Return the config of a model, given as in `load`; raise `CheckpointError` if it cannot be read."""
     name = place(name)
     check_place(name)
-    if Path(name).is_dir() and not Path(name, CONFIG_NAME).is_file():
+    if os.path.isdir(name) and not Path(name, CONFIG_NAME).is_file():
         raise CheckpointError(f"There is no config.json in {name}. {_instead_of(Path(name))}")
     with reading(f"The config of {name}"):
         return AutoConfig.from_pretrained(name)
@@ -136,15 +137,12 @@ def seeded(seed: int) -> Iterator[None]:
 
 def load_tokenizer(name: str) -> Any:
     """Return the tokenizer in a local directory or on the hub; raise `CheckpointError` if it cannot be read."""
-    try:
+    advice = (
+        " Expected are the files that its save_pretrained writes, tokenizer.json and tokenizer_config.json for most: "
+        "save them there again, or download them again."
+    )
+    with reading(f"The tokenizer of {name}", advice=advice):
         return AutoTokenizer.from_pretrained(name)
-    # Damaged files fail in many places, and the tokenizers library raises bare exceptions.
-    except Exception as error:
-        raise CheckpointError(
-            f"The tokenizer of {name} cannot be read ({type(error).__name__}: {' '.join(str(error).split())}); "
-            "expected the files that its save_pretrained writes, tokenizer.json and tokenizer_config.json for most. "
-            "Save them there again, or download them again."
-        ) from error
 
 
 def load_tiny_llama(**options: Any) -> tuple[Any, Any]:

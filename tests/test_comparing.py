@@ -31,10 +31,11 @@ from hf_posenc.recipes.comparison.findings import NATIVE, ORIGINAL, Cost, Findin
 from hf_posenc.recipes.comparison.run import contestants, differences
 from hf_posenc.recipes.comparison.verdict import judge, leaders
 from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, PERPLEXITY, RATIO, Grid
-from hf_posenc.recipes.evaluation.report import Report, Section, load
+from hf_posenc.recipes.evaluation.report import Report, Section
 from hf_posenc.recipes.loading import load_tiny_llama
 from hf_posenc.recipes.reports import Cell, Table, render
 from hf_posenc.recipes.schema.recipe import Recipe
+from hf_posenc.recipes.storage import load
 
 CONFIG = load_tiny_llama()[0].config
 

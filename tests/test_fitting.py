@@ -189,8 +189,8 @@ def test_what_cannot_be_fitted() -> None:
 
 def test_bad_input() -> None:
     model, ids = patched("llama", "fire"), tokens("llama", 2, 32)
-    for given in ({"length": 1}, {"length": -3}, {"steps": 0}):
-        with pytest.raises(OptionError, match="at least 2 tokens to look at, and at least 1 step"):
+    for given in ({"length": 1}, {"length": -3}, {"length": 2.5}, {"steps": 0}, {"steps": "x"}):
+        with pytest.raises(OptionError, match=r"expected a whole number of at least [12]"):
             fit(model, ids=ids, **given)
     for wrong, said in (
         (ids[0], "shape"),

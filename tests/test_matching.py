@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -231,9 +232,11 @@ def test_bad_input() -> None:
     for token in (-1, 10**6):
         with pytest.raises(ShapeError, match=f"match: ids has token {token}; expected 0 to "):
             match(model, ids.masked_fill(ids == ids[1, 1], token))
-    for number in ({"steps": 0}, {"batch_size": 0}, {"learning_rate": 0.0}):
-        with pytest.raises(OptionError, match="expected steps and windows of at least 1"):
-            match(model, ids, **number)
+    wrong: Any
+    for name, least in (("steps", 1), ("batch_size", 1), ("seed", 0), ("learning_rate", None)):
+        for wrong in (-1, math.nan, math.inf, "x", [], True, 10**309, *((least - 1, 2.5) if least else (0.0,))):
+            with pytest.raises(OptionError, match=rf"^match\({name}=.*: expected a (whole number|positive)[^\n]*$"):
+                match(model, ids, **{name: wrong})
 
 
 def test_a_run_says_that_its_start_was_not_fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

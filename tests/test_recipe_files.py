@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import typing
 from pathlib import Path
@@ -12,11 +13,15 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from grid import once
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import get_scheduler
+from models import DIRECTORIES, stock
+from transformers import AutoConfig, get_scheduler
 
+import hf_posenc
 from hf_posenc import RecipeError
+from hf_posenc.recipes import library
 from hf_posenc.recipes.schema import fields
 from hf_posenc.recipes.schema.recipe import Conversion, Recipe, Schedule, Training
 
@@ -85,8 +90,8 @@ words = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), m
 @given(
     summary=words,
     model=words,
-    rate=st.floats(0, 1e300),
-    steps=st.integers(2, 10**30),
+    rate=st.floats(0, 1e12),
+    steps=st.integers(2, 2**31 - 1),
     init_c=st.floats(1e-12, 1e12),
     loggers=st.lists(st.sampled_from(["tensorboard", "trackio", "wandb"]), max_size=2),
     targets=st.none() | st.lists(words, min_size=1, max_size=3),
@@ -153,6 +158,10 @@ WRONG: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "key twice": ("model: other\n", [], ["the key 'model' is there twice", "line 4"]),
     "object of Python": ("data: !!python/object:os.system {}\n", [], ["is not a recipe's YAML"]),
     "deep": (b"[" * 5000, [], ["is not a recipe's YAML"]),
+    "an alias of all": (b"model: &a [*a]", [], ["a value contains itself"]),
+    "no such kind": (b"model: !!timestamp 2024-01-01", [], ["could not determine a constructor"]),
+    "a map that is none": (b"model: !!map [1]", [], ["expected a mapping node"]),
+    "a megabyte": (b"model: " + b"x" * 2**20, [], ["has 262,145 characters", "at most 262,144"]),
     "endless number": (b"model: " + b"9" * 5000, [], ["is not a recipe's YAML"]),
     # Keys.
     "unknown key": ("training: {stpes: 5}\n", [], ["no key 'training.stpes'", "Did you mean 'steps'?"]),
@@ -218,6 +227,66 @@ WRONG: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "override twice": ("", ["training.steps=5", "training.steps=6"], ["training.steps is given twice"]),
     "override of what is no section": ("training: 5\n", ["training.steps=5"], ["training: 5", "has no keys"]),
 }
+
+
+# Values that fit no key, or few.
+HOSTILE = [
+    *("1" + "0" * 309, "1" + "0" * 23, "-1" + "0" * 23, "9" * 5000, ".nan", ".inf", "1e308", "1e-320", "-1", "0", "''"),
+    *("x", "[]", "{}", "[[]]", "{a: b}", "{1: 2}", "{a: {b: {c: {}}}}", "true", "[.nan]", "[-1]", "y" * 5_000),
+    *("!!bool x", "!!int ''", "!!float x", "!!null x", "!!timestamp x", "!!binary x", "!!set {a}", "&a [*a]", "? {}"),
+]
+KEYS = [key for key in Recipe(model="x", conversion=Conversion(scheme="fire")).flat() if not key.endswith("summary")]
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, which is one line that can be read."""
+    said = str(error)
+    assert "\n" not in said
+    assert len(said) <= 1200
+    return said
+
+
+@pytest.mark.parametrize(("name", "turns"), once([("extend", 9), *((name, 1) for name in library.names())]))
+def test_every_key_takes_or_refuses_every_value(name: str, turns: int) -> None:
+    config = AutoConfig.from_pretrained(DIRECTORIES["llama"])
+    scheme = ["scheme=fire"] if name == "swap" else []
+    for turn, key in enumerate([*(["factor", "by"] if name == "extend" else []), *KEYS]):
+        # A sample gives each key some of the values in turn.
+        for value in HOSTILE[turn % turns :: turns]:
+            given = [pair for pair in scheme if key != "conversion.scheme"]
+            try:
+                Recipe.read(name, [*given, f"{key}={value}"], config=config)
+            except hf_posenc.PosencError as error:
+                one_line(error)
+
+
+@pytest.mark.parametrize("levels", [4, 8, 30])
+@pytest.mark.parametrize("key", ["layers", "options", "rope", "options.init_c"])
+def test_aliases_of_aliases_make_a_short_error(key: str, levels: int, tmp_path: Path) -> None:
+    names = [chr(97 + level) for level in range(levels)] if levels < 26 else [f"n{level}" for level in range(levels)]
+    lines = [f"- &{names[0]} [{', '.join('x' * 10)}]"]
+    lines += [f"- &{one} [{', '.join([f'*{before}'] * 10)}]" for before, one in itertools.pairwise(names)]
+    override = f"conversion.{key}=\n" + "\n".join(lines)
+    with pytest.raises(RecipeError) as caught:
+        read(tmp_path, PLAIN, override)
+    one_line(caught.value)
+
+
+def test_an_option_of_python_makes_a_short_error() -> None:
+    shape = hf_posenc.Geometry(heads=4, kv_heads=4, head_dim=8, hidden_size=32)
+    value: Any = ["x" * 1000] * 10
+    for _ in range(12):
+        value = [value] * 10
+    for call in (
+        lambda: hf_posenc.build("fire", shape, width=value),
+        lambda: hf_posenc.patch(stock("llama"), "fire", layers=value),
+        lambda: hf_posenc.patch(stock("llama"), "fire", native=value),
+        lambda: hf_posenc.patch(stock("llama"), value),
+        lambda: hf_posenc.build("x" * 10**7, shape),
+    ):
+        with pytest.raises(hf_posenc.PosencError) as caught:
+            call()
+        one_line(caught.value)
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -420,14 +420,18 @@ def test_batches_are_divided() -> None:
 
 
 def test_only_complete_checkpoints_count_and_leftovers_alone_are_removed(tmp_path: Path) -> None:
-    for step, size in ((2, 5), (10, 5), (9, 4)):
+    for step in (2, 9, 10):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
-        (folder / "weights").write_bytes(b"x" * 5)
-        (folder / files.MARKER).write_text(json.dumps({"weights": size}), encoding="utf-8")
+        for name in ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
+            (folder / name).write_bytes(b"x" * 5)
+        files._mark(folder)
     for other in ("checkpoint-12", "checkpoint-other", ".unfinished/checkpoint-3"):
         (tmp_path / other).mkdir(parents=True)
-    assert [path.name for path in files.checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-10"]
+    assert [path.name for path in files.checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-9", "checkpoint-10"]
+    assert files.last(tmp_path) == tmp_path / "checkpoint-10"
+    (tmp_path / "checkpoint-10" / "trainer_state.json").write_bytes(b"x" * 4 + b"y")
+    assert files.last(tmp_path) == tmp_path / "checkpoint-9"
     before = {path.name for path in tmp_path.iterdir()}
     (tmp_path / ".unfinished-run.json").write_text("{", encoding="utf-8")
     files.clear(tmp_path)

@@ -16,13 +16,13 @@ from transformers import default_data_collator
 
 from hf_posenc.errors import OptionError, RecipeError
 from hf_posenc.patches.plan import plan
-from hf_posenc.recipes import intervals
+from hf_posenc.recipes import intervals, storage
 from hf_posenc.recipes.data.windows import Prepared
 from hf_posenc.recipes.evaluation import evaluate
-from hf_posenc.recipes.evaluation import report as results
 from hf_posenc.recipes.evaluation.generation import Generation
 from hf_posenc.recipes.evaluation.grid import RATIO, Grid
 from hf_posenc.recipes.evaluation.perplexity import TARGETS, contexts_for
+from hf_posenc.recipes.evaluation.report import Report
 from hf_posenc.recipes.evaluation.request import Request, Subject, check_measures
 from hf_posenc.recipes.intervals import Interval
 from hf_posenc.recipes.loading import load, trained_length
@@ -76,7 +76,7 @@ class Findings:
     """
 
     name: str
-    report: results.Report
+    report: Report
     cost: Cost
     start: str = ""
     start_ratio: float | None = None
@@ -157,8 +157,8 @@ class Examiner:
                 known = {"start": record_of(folder).get("start", ""), "start_ratio": _start_ratio(folder)}
             self._comparing = []
             report = evaluate({name: model}, self._measures, console=self._console)
-            results.save(Findings(name, report, self._cost(recipe, model), **known), path)
-        found: Findings = results.load(Findings, path, "Remove it to measure again.")
+            storage.save(Findings(name, report, self._cost(recipe, model), **known), path)
+        found: Findings = storage.load(Findings, path, "Remove it to measure again.")
         return found
 
     def _original(self) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 import shlex
 import time
@@ -19,9 +18,9 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from hf_posenc import registry
-from hf_posenc.errors import OptionError, RecipeError, StorageError
-from hf_posenc.patches.directories import OutputError, published, reading, write_text
-from hf_posenc.recipes import library
+from hf_posenc.errors import OptionError, RecipeError, StorageError, shown
+from hf_posenc.patches.directories import OutputError, published, write_text
+from hf_posenc.recipes import library, storage
 from hf_posenc.recipes.comparison.findings import NATIVE, ORIGINAL, Examiner, Findings
 from hf_posenc.recipes.comparison.verdict import SHORT, Verdict, judge
 from hf_posenc.recipes.data.windows import load_data
@@ -122,7 +121,7 @@ def compare(
     examiner = Examiner(control, config, tokenizer, data, measures=measures, samples=samples, console=console)
     if not (folder / REQUEST).is_file():
         (folder / RUNS).mkdir(parents=True, exist_ok=True)
-        write_text(folder / REQUEST, json.dumps(asked, indent=1) + "\n")
+        storage.save(asked, folder / REQUEST)
     lock = FileLock(folder / RUNS / ".lock", blocking=False)
     # Of two at once, each would report as failed what the other trains.
     take(lock, folder)
@@ -160,11 +159,10 @@ def _check_folder(folder: Path, asked: Mapping[str, Any]) -> None:
     """Raise unless a folder is new, empty, or holds the same comparison."""
     path = folder / REQUEST
     if path.is_file():
-        what = f"{path}, which says what is compared in {folder},"
-        with reading(what, advice=" Restore it, or choose another folder."):
-            there = dict(json.loads(path.read_text(encoding="utf-8")))
+        remedy = f"It says what is compared in {folder}: restore it, or choose another folder."
+        there = storage.load(dict[str, Any], path, remedy)
         changed = (key for key, value in asked.items() if there.get(key) != value)
-        differing = [f"{key} is {there.get(key)!r} there and {asked[key]!r} here" for key in changed]
+        differing = [f"{key} is {shown(there.get(key))} there and {shown(asked[key])} here" for key in changed]
         if differing:
             raise OptionError(f"{folder} holds another comparison: {'; '.join(differing)}. Choose another folder.")
         return
@@ -227,7 +225,7 @@ def contestants(
         key = ".".join(next(iter(fields.override(Recipe, {}, [pair]))))
         for settled, reason in _SETTLED.items():
             if key == settled or key.startswith(f"{settled}."):
-                raise OptionError(f"{pair!r}: {key} is the same for all schemes or each one's own: {reason}.")
+                raise OptionError(f"{shown(pair)}: {key} is the same for all schemes or each one's own: {reason}.")
     wanted = tuple(_usual(config) if schemes is None else schemes)
     names = [Path(source).stem for source in wanted]
     if not wanted or len(set(names)) < len(names) or {NATIVE, ORIGINAL} & set(names):
@@ -284,7 +282,7 @@ def _check_same(name: str, own: Recipe, common: Recipe) -> None:
             here, there = (getattr(getattr(recipe, section), key) for recipe in (own, common))
             if here != there:
                 raise RecipeError(
-                    f"{name} has {section}.{key}={here!r}, and {NATIVE} {there!r}: schemes that are compared "
+                    f"{name} has {section}.{key}={shown(here)}, and {NATIVE} {shown(there)}: schemes that are compared "
                     f"are trained on the same text in the same batches. Say it for all, for instance "
                     f"{section}.{key}={here}."
                 )

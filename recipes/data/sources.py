@@ -12,7 +12,7 @@ from datasets import Dataset, IterableDataset
 from datasets.arrow_writer import SchemaInferenceError
 from datasets.exceptions import DatasetsError
 
-from hf_posenc.errors import RecipeError
+from hf_posenc.errors import RecipeError, shown
 from hf_posenc.recipes.data.text import builtin_documents
 from hf_posenc.recipes.schema.recipe import Data
 
@@ -39,8 +39,8 @@ def read(data: Data) -> tuple[Documents, Documents]:
     held_out, documents = _held_out(data), _source(data)
     if data.column != TEXT and not any(name and _has_columns(name) for name in (data.read_from, data.held_out)):
         raise RecipeError(
-            f"The column {data.column!r} of the text is named, but built-in text and .txt files have none. Leave it "
-            "out."
+            f"The column {shown(data.column)} of the text is named, but built-in text and .txt files have none. Leave "
+            "it out."
         )
     if data.limit is not None:
         documents = documents.take(data.limit)
@@ -76,10 +76,10 @@ def _source(data: Data) -> Documents:
         return _from_hub(data)
     if data.config is not None or data.split != "train":
         raise RecipeError(
-            f"data.config is {data.config!r} and data.split {data.split!r}, but "
-            f"{'local' if origin == 'files' else 'built-in'} text has neither, and data.source is {data.read_from!r}. "
-            "Leave them out, or start where no file or folder has the name of the dataset. data.held_out names the "
-            "file to measure on."
+            f"data.config is {shown(data.config)} and data.split {shown(data.split)}, but "
+            f"{'local' if origin == 'files' else 'built-in'} text has neither, and data.source is "
+            f"{shown(data.read_from)}. Leave them out, or start where no file or folder has the name of the dataset. "
+            "data.held_out names the file to measure on."
         )
     if origin == "files":
         return _from_files(data.read_from, data.column, streaming=data.streaming)
@@ -93,9 +93,9 @@ def _held_out(data: Data) -> Documents | None:
     if _holds_out_files(data):
         return _from_files(data.held_out, data.column, streaming=False)
     if _origin(data.read_from) != "hub":
-        raise RecipeError(f"data.held_out is {data.held_out!r}, and there is no such file or folder.")
+        raise RecipeError(f"data.held_out is {shown(data.held_out)}, and there is no such file or folder.")
     if data.held_out == data.split:
-        raise RecipeError(f"data.held_out is {data.held_out!r}, the split that is trained on; name another.")
+        raise RecipeError(f"data.held_out is {shown(data.held_out)}, the split that is trained on; name another.")
     return _from_hub(replace(data, split=data.held_out))
 
 
@@ -169,7 +169,7 @@ def _load(where: str, column: str, **arguments: object) -> Documents:
         raise RecipeError(f"{where} (split {arguments['split']}) holds no documents.")
     if column not in first:
         raise RecipeError(
-            f"{where} has no column {column!r}; name that of the text, as data.column in a recipe and --column of "
+            f"{where} has no column {shown(column)}; name that of the text, as data.column in a recipe and --column of "
             f"hf-posenc eval. It has: {', '.join(first)}."
         )
     if not isinstance(first[column], str | None):

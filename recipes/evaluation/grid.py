@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -23,6 +24,8 @@ Point = int | float | str
 
 # A share this much better than guessing, of what is possible, is seen without an interval.
 _SEEN = 0.05
+# JSON has no infinite number; this one is the largest, and no sample.
+_INFINITE = sys.float_info.max
 _ESTIMATORS = {
     "mean": intervals.of_mean,
     "mean share": intervals.of_mean_share,
@@ -32,15 +35,19 @@ _ESTIMATORS = {
 
 
 def _plain(values: Any) -> Any:
-    """Return numbers as JSON values: null for NaN, a string for an infinite number."""
+    """Return numbers as JSON values: null for NaN, the largest number for an infinite one."""
     if isinstance(values, list):
         return [_plain(value) for value in values]
-    return None if math.isnan(values) else str(values) if math.isinf(values) else values
+    return None if math.isnan(values) else max(-_INFINITE, min(values, _INFINITE))
 
 
 def _tensor(values: Any) -> Tensor:
-    # numpy reads null as NaN, and the strings of infinite numbers.
-    return values if isinstance(values, Tensor) else torch.from_numpy(np.array(values, dtype=np.float64))
+    """Return samples of numbers as they are, or as `_plain` wrote them."""
+    if isinstance(values, Tensor):
+        return values
+    # numpy reads null as NaN.
+    found = torch.from_numpy(np.array(values, dtype=np.float64))
+    return torch.where(found.abs() < _INFINITE, found, found * math.inf)
 
 
 @dataclass(frozen=True)

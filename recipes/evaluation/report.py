@@ -5,20 +5,20 @@ Runs (`measurements.json`), evaluations (`report.json`) and comparisons (`result
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from matplotlib.figure import Figure
-from pydantic import TypeAdapter, ValidationError, WrapSerializer
+from pydantic import WrapSerializer
 
-from hf_posenc.errors import CheckpointError
+from hf_posenc.errors import PosencError
 from hf_posenc.patches.directories import published, write_text
 from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, PERPLEXITY, Grid, table
 from hf_posenc.recipes.plots.curves import Mark, Panel, lines_figure
 from hf_posenc.recipes.reports import Table, render
+from hf_posenc.recipes.storage import load, save
 
 DATA, TEXT = "report.json", "report.md"
 
@@ -128,32 +128,10 @@ class Report:
         write_text(folder / TEXT, self.markdown())
 
 
-def save(found: Any, path: Path) -> None:
-    """Write results to a JSON file, whole or not at all: a `Report`, or a dataclass that holds one."""
-    write_text(path, TypeAdapter(type(found)).dump_json(found, indent=1).decode("utf-8") + "\n")
-
-
-def load(kind: type[Any], path: Path, remedy: str) -> Any:
-    """Return results of a class that `save` wrote.
-
-    Raises:
-        CheckpointError: The file cannot be read, or has another format; the error ends with the remedy.
-    """
-    try:
-        return TypeAdapter(kind).validate_json(path.read_bytes())
-    except ValidationError as error:
-        first = error.errors()[0]
-        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
-    except (OSError, ValueError) as error:
-        reason = f"{type(error).__name__}: {error}"
-    raise CheckpointError(f"{path} cannot be read ({reason}). {remedy}")
-
-
 def is_report(folder: Path) -> bool:
     """Whether a folder holds the report of an evaluation and no other files."""
     try:
-        sections = json.loads((folder / DATA).read_text(encoding="utf-8"))["sections"]
-        own = {DATA, TEXT, *(f"{section['name']}.png" for section in sections)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pictures = {section.picture for section in load(Report, folder / DATA, "").sections}
+    except PosencError:
         return False
-    return own >= {path.name for path in folder.iterdir()}
+    return {DATA, TEXT, *pictures} >= {path.name for path in folder.iterdir()}

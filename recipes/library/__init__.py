@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from hf_posenc.errors import RecipeError, suggest
+from hf_posenc.patches.directories import reading
+from hf_posenc.recipes.schema.fields import LARGEST_TEXT
 
 FOLDER = Path(__file__).parent
 CONFIGS = FOLDER.parent / "configs"
@@ -21,12 +23,11 @@ def names() -> list[str]:
 def content(source: str | Path) -> str:
     """Return the text of a recipe: a YAML file, or a built-in one by its name; raise `RecipeError` if there is none."""
     path = Path(source) if is_file(source) else FOLDER / f"{source}.yaml"
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise RecipeError(f"There is no file {path}. Give a file that is there, or the name of a recipe.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"The recipe {path} cannot be read: {' '.join(str(error).split())}.") from error
+    if not path.exists():
+        raise RecipeError(f"There is no file {path}. Give a file that is there, or the name of a recipe.")
+    # One character more than is read later, of a file that may be endless.
+    with reading(f"The recipe {path}", kind=RecipeError), path.open(encoding="utf-8") as file:
+        return file.read(LARGEST_TEXT + 1)
 
 
 def is_file(source: str | Path) -> bool:

@@ -11,22 +11,28 @@ OUT/model/               final model or adapter, with tokenizer and card; it app
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import re
 import shutil
 import tempfile
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from accelerate import PartialState
+from annotated_types import Ge
 from filelock import BaseFileLock, Timeout
+from pydantic import ConfigDict, with_config
 from transformers import TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
+from typing_extensions import TypedDict
 
-from hf_posenc.errors import OptionError, RecipeError
-from hf_posenc.patches.directories import UNFINISHED, publish, reading
+from hf_posenc.errors import OptionError, PosencError, RecipeError
+from hf_posenc.patches.directories import UNFINISHED, publish
+from hf_posenc.recipes import storage
 
 RECIPE, RUN, MEASUREMENTS = "recipe.yaml", "run.json", "measurements.json"
 CHECKPOINTS, LOGS, MODEL = "checkpoints", "logs", "model"
@@ -37,10 +43,47 @@ TRANSFERRED = "transferred.safetensors"
 # Keys of the recipe, of the verdicts of the fit and the transfer, of the micro batches and of the text in run.json.
 KEPT, FIT, TRANSFER, MICRO, TEXT = "recipe", "fit", "transfer", "micro_batch_sizes", "text"
 
-# Last file written into a checkpoint; it holds the sizes of the others.
+# Last file written into a checkpoint; it holds sizes and checksums of the others.
 MARKER = "complete.json"
 # Seconds within which a signal is the same one: some programs send it to a process and to its group.
 _ONCE = 1.0
+# Parts of the names of files that a checkpoint has in any kind of training: the trainer would go on without some.
+_PARTS = (TRAINER_STATE_NAME, "optim", "scheduler", "rng_state")
+# Bytes that are read at once.
+_PIECE = 2**24
+
+
+class Micro(TypedDict, total=False):
+    """Windows per forward, by stage; null is the whole share of a process."""
+
+    training: Annotated[int, Ge(1)] | None
+    lengthen: Annotated[int, Ge(1)] | None
+
+
+@with_config(ConfigDict(extra="allow"))
+class Fitted(TypedDict):
+    """Verdict on a fit, or on the attention transfer."""
+
+    accepted: bool
+    sentence: str
+
+
+@with_config(ConfigDict(extra="allow"))
+class Record(TypedDict, total=False):
+    """What is read of run.json."""
+
+    command: str
+    start: str
+    recipe: dict[str, Any]
+    fit: Fitted | None
+    transfer: Fitted | None
+    micro_batch_sizes: dict[str, Micro]
+    text: str
+    base: dict[str, dict[str, Any]]
+    starts: list[Any]
+
+
+_Marks = dict[str, tuple[int, int]]
 
 
 def take(lock: BaseFileLock, folder: Path) -> None:
@@ -68,12 +111,8 @@ def record_of(folder: Path) -> dict[str, Any]:
     path = folder / RUN
     if not path.is_file():
         return {}
-    advice = " Remove the file to go on without it: what it records of the run so far is lost, and nothing else."
-    with reading(str(path), advice=advice):
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
-        if not (isinstance(found, dict) and isinstance(found.get("starts", []), list)):
-            raise ValueError("no record of a run")
-    return found
+    remedy = "Remove the file to go on without it: what it records of the run so far is lost, and nothing else."
+    return dict(storage.load(Record, path, remedy))
 
 
 def check_writable(folder: Path) -> None:
@@ -97,9 +136,9 @@ def clear(folder: Path) -> None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in a folder, by step."""
+    """Return the checkpoints in a folder that were written to their end, by step."""
     found = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    return [path for path in sorted(found, key=step_of) if _is_complete(path)]
+    return [path for path in sorted(found, key=step_of) if (path / MARKER).is_file()]
 
 
 def step_of(checkpoint: Path) -> int:
@@ -108,8 +147,8 @@ def step_of(checkpoint: Path) -> int:
 
 
 def last(folder: Path) -> Path | None:
-    """Return the last complete checkpoint in a folder; `None` if there is none."""
-    return next(reversed(checkpoints(folder)), None)
+    """Return the last checkpoint in a folder of which every file is as it was written; `None` if there is none."""
+    return next(filter(_is_unchanged, reversed(checkpoints(folder))), None)
 
 
 class WholeCheckpoints(TrainerCallback):
@@ -205,14 +244,27 @@ STOP = Stop()
 
 
 def _mark(checkpoint: Path) -> None:
-    files = (path for path in sorted(checkpoint.rglob("*")) if path.is_file())
-    sizes = {str(path.relative_to(checkpoint)): path.stat().st_size for path in files}
-    (checkpoint / MARKER).write_text(json.dumps(sizes, indent=2), encoding="utf-8")
+    storage.save(_marks(checkpoint), checkpoint / MARKER)
 
 
-def _is_complete(checkpoint: Path) -> bool:
-    try:
-        sizes = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
-        return all((checkpoint / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError):
-        return False
+def _marks(checkpoint: Path) -> _Marks:
+    """Return size and checksum of each file of a checkpoint, by its path there."""
+    files = (path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path != checkpoint / MARKER)
+    return {path.relative_to(checkpoint).as_posix(): (path.stat().st_size, _checksum(path)) for path in files}
+
+
+def _checksum(path: Path) -> int:
+    found = 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            found = zlib.crc32(piece, found)
+    return found
+
+
+def _is_unchanged(checkpoint: Path) -> bool:
+    """Whether a checkpoint has all files that it was written with, as they were, and no others."""
+    with contextlib.suppress(PosencError, OSError):
+        wanted = storage.load(_Marks, checkpoint / MARKER, "")
+        has_all = all(any(part in name for name in wanted) for part in _PARTS)
+        return has_all and _marks(checkpoint) == wanted
+    return False

@@ -12,9 +12,11 @@ import torch
 from rich.console import Console
 from transformers import TrainerCallback
 
+from hf_posenc.patches.directories import reading
 from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity
-from hf_posenc.recipes.evaluation.report import Report, Section, load, save
+from hf_posenc.recipes.evaluation.report import Report, Section
+from hf_posenc.recipes.storage import load, save
 
 # Key of the model as loaded; the keys of the converted model are its optimizer steps.
 NATIVE = "native"
@@ -41,9 +43,11 @@ class Measurements:
         """
         measurements = cls(path if writes else None)
         if path.exists():
-            report = load(Report, path, "Remove the file to measure again what can still be measured.")
-            for name, (grid,) in report["perplexity"].models.items():
-                measurements._grids[name if name == NATIVE else int(name.removeprefix("step "))] = grid
+            remedy = "Remove the file to measure again what can still be measured."
+            report = load(Report, path, remedy)
+            with reading(str(path), f" {remedy}"):
+                for name, (grid,) in report["perplexity"].models.items():
+                    measurements._grids[name if name == NATIVE else int(name.removeprefix("step "))] = grid
         return measurements
 
     def record(self, key: str | int, grid: Grid) -> None:

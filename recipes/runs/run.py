@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import json
 import math
 import os
 import platform
@@ -25,13 +24,13 @@ from torch.utils.data import Subset
 from transformers import TrainerCallback, TrainerState, default_data_collator, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_posenc.errors import RecipeError, StorageError
+from hf_posenc.errors import RecipeError, StorageError, shown
 from hf_posenc.patches.architecture import of_model
-from hf_posenc.patches.directories import UNFINISHED, publish, published, storing, write_text
+from hf_posenc.patches.directories import UNFINISHED, publish, published, reading, storing, write_text
 from hf_posenc.patches.patch import disabled, native_scheme, patch, set_strength
 from hf_posenc.patches.plan import Plan, plan
 from hf_posenc.patches.rotary import native_rope, set_rope
-from hf_posenc.recipes import loading
+from hf_posenc.recipes import loading, storage
 from hf_posenc.recipes.data import sources
 from hf_posenc.recipes.data.collation import Collator, MixedLengths
 from hf_posenc.recipes.data.windows import Prepared, load_data
@@ -56,6 +55,7 @@ from hf_posenc.recipes.training.fit_bias import fit
 from hf_posenc.recipes.training.stages import Stage, stages
 from hf_posenc.recipes.training.starts import held_out
 from hf_posenc.recipes.training.trainer import (
+    DAMAGED,
     AdaptationTrainer,
     adaptation_trainer,
     check_loggers,
@@ -177,6 +177,11 @@ class _Run:
         self.processes, self.text = processes(), ""
         # Of the training of all weights, or of what follows it: after that, nothing needs the start.
         self.checkpoint = files.last(self.checkpoints / "lengthen") or files.last(self.checkpoints)
+        for folder in (self.checkpoints, *(self.checkpoints / name for name in ("transfer", "lengthen"))):
+            whole = files.last(folder)
+            for found in files.checkpoints(folder):
+                if whole is None or files.step_of(found) > files.step_of(whole):
+                    _say(self.console, f"{found} is damaged; the run goes on from {whole or 'before it'}.")
         self.teacher: Teacher | None = None
         # Micro batches round differently, so a resumed run takes those that it began with, whatever memory is free now.
         transfer = self.checkpoints / "transfer"
@@ -363,7 +368,7 @@ class _Run:
         }
 
     def _write_record(self, record: dict[str, Any]) -> None:
-        write_text(self.folder / RUN, json.dumps(record, indent=2, default=str) + "\n")
+        storage.save(record, self.folder / RUN)
 
     def _train(
         self, stage: Stage, model: Any, data: Prepared, facts: Facts, callback: TrainerCallback, *, ends: bool
@@ -476,9 +481,15 @@ class _Run:
 
 def _go_on(trainer: AdaptationTrainer, checkpoint: Path | None) -> None:
     """Train from a checkpoint to the end; from one of the last step, do only what follows it."""
-    state = None if checkpoint is None else TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-    if state is None or state.global_step < trainer.args.max_steps:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    if checkpoint is None:
+        trainer.train()
+        return
+    with reading(str(checkpoint), DAMAGED):
+        state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        if state.global_step != files.step_of(checkpoint):
+            raise ValueError(f"it is of step {shown(state.global_step)}")
+    if state.global_step < trainer.args.max_steps:
+        trainer.train(resume_from_checkpoint=str(checkpoint))
         return
     trainer._load_from_checkpoint(str(checkpoint))
     trainer.state = state
@@ -500,7 +511,7 @@ def _check_folder(folder: Path, recipe: Recipe) -> None:
         # Without run.json, recipe.yaml says what there was.
         there = Recipe.read(folder / RECIPE) if kept is None else fields.build(Recipe, kept, where=str(folder / RUN))
         before = _located(there).flat()
-        changes = [f"{key} was {before[key]!r} and is {now[key]!r}" for key in now if now[key] != before[key]]
+        changes = [f"{key} was {shown(before[key])} and is {shown(now[key])}" for key in now if now[key] != before[key]]
         if changes:
             raise RecipeError(
                 f"{folder} holds a run that began with another recipe: {'; '.join(changes)}. Put back what was there "

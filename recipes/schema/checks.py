@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_posenc import registry
-from hf_posenc.errors import PosencError, RecipeError
+from hf_posenc.errors import PosencError, RecipeError, shown
 from hf_posenc.operands import Geometry
 from hf_posenc.patches import record
 from hf_posenc.recipes.evaluation.predictions import table_end
@@ -59,7 +59,7 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
             default = entry.default if made is dataclasses.MISSING else made()
             if entry.name in keys.split() and not is_met and value != default:
                 key = f"{name}.{entry.name}"
-                yield f"{key} is {value!r}, which does nothing without {words}. Give that, or leave {key} out."
+                yield f"{key} is {shown(value)}, which does nothing without {words}. Give that, or leave {key} out."
 
 
 def _contradictions(recipe: Recipe) -> Iterator[str]:

@@ -14,22 +14,25 @@ from hf_posenc.errors import RecipeError
 from hf_posenc.recipes import library
 from hf_posenc.recipes.schema import fields
 
+# The largest count: of steps, tokens or documents; and the largest of other numbers, rates included.
+MOST, _LARGEST = 2**31 - 1, 1e12
+
 Whole = Annotated[int, Strict()]
 Number = Annotated[float, Strict(), AllowInfNan(False)]
 Switch = Annotated[bool, Strict()]
-Count = Annotated[Whole, Ge(1)]
-Length = Annotated[Whole, Ge(2)]
-CountOrNone = Annotated[Whole, Ge(0)]
+Count = Annotated[Whole, Ge(1), Le(MOST)]
+Length = Annotated[Whole, Ge(2), Le(MOST)]
+CountOrNone = Annotated[Whole, Ge(0), Le(MOST)]
 Seed = Annotated[Whole, Ge(0), Lt(2**32)]
-Amount = Annotated[Number, Ge(0)]
-Positive = Annotated[Number, Gt(0)]
+Amount = Annotated[Number, Ge(0), Le(_LARGEST)]
+Positive = Annotated[Number, Gt(0), Le(_LARGEST)]
 Share = Annotated[Number, Ge(0), Le(1)]
 SomeShare = Annotated[Number, Gt(0), Le(1)]
 PartialShare = Annotated[Number, Ge(0), Lt(1)]
 Name = Annotated[str, MinLen(1)]
 Names = Annotated[list[Name], MinLen(1)]
 Counts = Annotated[list[Count], MinLen(1)]
-Indices = Annotated[list[Whole], MinLen(1)]
+Indices = Annotated[list[Annotated[Whole, Ge(-MOST), Le(MOST)]], MinLen(1)]
 Pattern = Annotated[str, StringConstraints(pattern="^every:[1-9][0-9]*$")]
 Stacks = Annotated[list[Literal["encoder", "decoder"]], MinLen(1)]
 Schedule = Literal["cosine", "linear", "inverse_sqrt", "cosine_with_restarts", "constant_with_warmup", "constant"]
@@ -270,7 +273,7 @@ class Evaluation(Section):
     """
 
     contexts: Counts | None = None
-    windows: Annotated[Whole, Ge(2)] = 16
+    windows: Annotated[Count, Ge(2)] = 16
     every: CountOrNone = 0
     prompts: CountOrNone = 0
 

@@ -8,7 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from hf_posenc import registry
-from hf_posenc.errors import NotPatchedError, OptionError
+from hf_posenc.errors import NotPatchedError, OptionError, shown
+from hf_posenc.operands import is_number
 from hf_posenc.patches.patch import drop_native, set_strength
 from hf_posenc.patches.surgery import is_of_scheme, is_patched
 from hf_posenc.schemes.families.rotary import Annealed
@@ -33,8 +34,8 @@ class _Gradual(TrainerCallback):
     """
 
     def __init__(self, share: float = 0.3) -> None:
-        if not 0 < share <= 1:
-            raise OptionError(f"{type(self).__name__}(share={share!r}): expected 0 < share <= 1.")
+        if not (is_number(share) and 0 < share <= 1):
+            raise OptionError(f"{type(self).__name__}(share={shown(share)}): expected 0 < share <= 1.")
         self.share = share
 
     def progress(self, step: int, steps: int) -> float:

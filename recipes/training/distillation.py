@@ -12,7 +12,8 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_posenc.errors import OptionError
+from hf_posenc.errors import OptionError, shown
+from hf_posenc.operands import is_number
 from hf_posenc.patches.patch import disabled, evaluating, unpatch
 from hf_posenc.recipes.evaluation.predictions import table_end
 from hf_posenc.recipes.loading import is_masked, trained_length
@@ -171,10 +172,10 @@ class Distilling:
     def __init__(
         self, *, teacher: Teacher | None, share: float = 0.5, hidden: float = 0.0, until: float = 0.0, **kwargs: Any
     ) -> None:
-        if not 0 <= share <= 1 or hidden < 0 or not 0 <= until <= 1:
+        if not all(map(is_number, (share, hidden, until))) or not 0 <= share <= 1 or hidden < 0 or not 0 <= until <= 1:
             raise OptionError(
-                f"Distilling(share={share!r}, hidden={hidden!r}, until={until!r}): expected 0 <= share <= 1, hidden >= "
-                "0 and 0 <= until <= 1."
+                f"Distilling(share={shown(share)}, hidden={shown(hidden)}, until={shown(until)}): expected 0 <= "
+                "share <= 1, hidden >= 0 and 0 <= until <= 1."
             )
         super().__init__(**kwargs)
         config = getattr(self.model, "config", None)  # type: ignore[attr-defined]

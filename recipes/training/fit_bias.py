@@ -21,7 +21,7 @@ from hf_posenc.patches.patch import disabled, evaluating
 from hf_posenc.recipes.evaluation.predictions import hooked
 from hf_posenc.recipes.loading import is_masked
 from hf_posenc.recipes.schema.checks import additive
-from hf_posenc.recipes.training.starts import check_windows, held_out, kept, mean_loss, verdict
+from hf_posenc.recipes.training.starts import check_counts, check_windows, held_out, kept, mean_loss, verdict
 from hf_posenc.schemes.families.additive import AdditiveBias, Buckets
 
 # Number of query positions, evenly over the length, since some schemes depend on the query's position.
@@ -103,8 +103,7 @@ def fit(
         ShapeError: `ids` are not windows of known tokens.
     """
     surgery.check_patched("fit", model)
-    if steps < 1 or (length is not None and length < 2):
-        raise OptionError(f"fit({length=}, {steps=}): expected at least 2 tokens to look at, and at least 1 step.")
+    check_counts("fit", steps=(steps, 1), length=(2 if length is None else length, 2))
     judged = None
     if ids is not None:
         check_windows("fit", model, ids, least=1)

@@ -15,7 +15,7 @@ from hf_posenc.patches.patch import patch, unpatch
 from hf_posenc.patches.surgery import SHARED, is_patched
 from hf_posenc.recipes.data.collation import Corruptor
 from hf_posenc.recipes.loading import seeded
-from hf_posenc.recipes.training.starts import check_windows, held_out, kept, mean_loss
+from hf_posenc.recipes.training.starts import check_counts, check_windows, held_out, kept, mean_loss
 from hf_posenc.recipes.training.transfer import JUDGED, match, places_of
 
 
@@ -93,6 +93,7 @@ def layer_costs(
         ShapeError: `ids` are not windows of known tokens.
     """
     check_windows("layer_costs", model, ids, least=2)
+    check_counts("layer_costs", steps=(steps, 1), batch_size=(batch_size, 1), seed=(seed, 0))
     if len(ids) < 2:
         raise OptionError(f"layer_costs: got {len(ids)} window; expected 2 or more, one of them to measure on.")
     if is_patched(model):

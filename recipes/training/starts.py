@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_posenc.errors import ShapeError
+from hf_posenc.errors import OptionError, ShapeError, shown
+from hf_posenc.operands import LARGEST_COUNT, is_count, is_number
 from hf_posenc.patches.patch import evaluating
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,23 @@ def check_windows(caller: str, model: PreTrainedModel, ids: object, *, least: in
             f"{caller}: ids has token {low if low < 0 else high}; expected 0 to {known - 1}, the vocabulary of the "
             "model. Tokenise the text with its own tokenizer."
         )
+
+
+def check_counts(caller: str, **given: tuple[object, int]) -> None:
+    """Raise `OptionError` unless each argument, given with its least value, is a whole number that is not huge."""
+    for name, (value, least) in given.items():
+        if not (is_count(value) and isinstance(value, int) and value >= least):
+            raise OptionError(
+                f"{caller}({name}={shown(value)}): expected a whole number of at least {least} and at most "
+                f"{LARGEST_COUNT:,}."
+            )
+
+
+def check_rates(caller: str, **given: object) -> None:
+    """Raise `OptionError` unless each argument is a learning rate or `None`."""
+    for name, value in given.items():
+        if not (value is None or (is_number(value) and isinstance(value, int | float) and value > 0)):
+            raise OptionError(f"{caller}({name}={shown(value)}): expected a positive learning rate, or None.")
 
 
 def held_out(windows: int, *, most: int) -> int:

@@ -18,13 +18,14 @@ from transformers import PreTrainedModel, TrainerCallback
 from hf_posenc.errors import OptionError
 from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import Architecture, of_model
+from hf_posenc.patches.directories import reading
 from hf_posenc.patches.patch import disabled, evaluating, unpatch
 from hf_posenc.recipes.evaluation.predictions import hooked
 from hf_posenc.recipes.loading import trained_length
 from hf_posenc.recipes.training.callbacks import parameter_groups, patched_inside
 from hf_posenc.recipes.training.distillation import mean_of_counted, without_jumps
 from hf_posenc.recipes.training.stages import rates
-from hf_posenc.recipes.training.starts import check_windows, held_out, kept, verdict
+from hf_posenc.recipes.training.starts import check_counts, check_rates, check_windows, held_out, kept, verdict
 from hf_posenc.scheme import Scheme
 
 Inputs = dict[str, Any]
@@ -286,8 +287,13 @@ class BestLayers(TrainerCallback):
 
     def load(self, path: Path) -> None:
         """Read a file that `save` wrote."""
-        stored = load_file(path)
-        self.before, self.after = stored.pop("before"), stored.pop("after")
+        with reading(str(path), " Remove it to go on from before the attention transfer."):
+            stored = load_file(path)
+            before, after = stored.pop("before"), stored.pop("after")
+            shapes = {str(index): weight.shape for index, weight in enumerate(self._best)}
+            if before.shape != self.before.shape or {name: found.shape for name, found in stored.items()} != shapes:
+                raise ValueError("it holds other tensors than those of the attentions")
+        self.before, self.after = before, after
         for index, weight in stored.items():
             self._best[int(index)].copy_(weight)
 
@@ -338,13 +344,8 @@ def match(
         ShapeError: `ids` are not windows of at least two known tokens.
     """
     surgery.check_patched("match", model)
-    if min(steps, batch_size) < 1 or any(
-        rate is not None and rate <= 0 for rate in (learning_rate, scheme_learning_rate)
-    ):
-        raise OptionError(
-            f"match({steps=}, {batch_size=}, {learning_rate=}, {scheme_learning_rate=}): expected steps and windows of "
-            "at least 1, and positive learning rates."
-        )
+    check_counts("match", steps=(steps, 1), batch_size=(batch_size, 1), seed=(seed, 0))
+    check_rates("match", learning_rate=learning_rate, scheme_learning_rate=scheme_learning_rate)
     transfer = AttentionTransfer(model, projections=projections)
     check_windows("match", model, ids, least=2)
     ids = _cut(ids, trained_length(model.config.get_text_config())).to(model.device)

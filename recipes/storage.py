@@ -1,0 +1,31 @@
+"""JSON files of runs, evaluations and comparisons: written with numbers that any reader knows, read by their type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from hf_posenc.errors import cut
+from hf_posenc.patches.directories import reading, write_text
+
+
+def save(found: Any, path: Path) -> None:
+    """Write an object to a JSON file, whole or not at all; a number that JSON lacks, such as infinity, becomes null."""
+    write_text(path, TypeAdapter(type(found)).dump_json(found, indent=1).decode("utf-8") + "\n")
+
+
+def load(kind: Any, path: Path, remedy: str) -> Any:
+    """Return the content of a JSON file as a type, such as a dataclass that `save` wrote.
+
+    Raises:
+        CheckpointError: The file cannot be read, or has other content; the error ends with the remedy.
+    """
+    with reading(str(path), f" {remedy}"):
+        try:
+            return TypeAdapter(kind).validate_json(path.read_bytes())
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = cut(".".join(map(str, first["loc"])))
+            raise ValueError(f"{place}: {first['msg']}".removeprefix(": ")) from None

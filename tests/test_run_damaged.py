@@ -1,0 +1,133 @@
+"""A stopped run of which a file is damaged goes on to the same weights, or says in one line what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grid import once
+from test_recipe_files import one_line
+from test_run import BASE, Stop, stop_after, text_file, weights
+
+from hf_posenc import PosencError
+from hf_posenc.recipes.runs import files, run
+from hf_posenc.recipes.schema.recipe import Recipe
+
+pytestmark = pytest.mark.usefixtures("plain_pictures")
+
+# Checkpoints after which a run stops: in the attention transfer, which has two steps, or in the training.
+STOPS = {"transfer": 1, "training": 3}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], Path]:
+    """Runs of one recipe: those that stopped, by their stage, and the weights of one that did not."""
+    folder, found = tmp_path_factory.mktemp("runs"), {}
+    (folder / "recipe.yaml").write_text(BASE, encoding="utf-8")
+    keys = [f"data.source={text_file()}", "transfer.steps=2", "training.steps=3", "saving={every: 1}"]
+    recipe = Recipe.read(folder / "recipe.yaml", keys)
+    for stage, saves in STOPS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            stop_after(patch, saves)
+            with pytest.raises(Stop):
+                run.train(recipe, folder / stage)
+        found[stage] = folder / stage
+    return found, run.train(recipe, folder / "whole").model
+
+
+def places(value: Any, depth: int = 3) -> Iterator[list[Any]]:
+    """Paths of the keys and entries in JSON, of long lists the first."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, inner in entries if depth else ():
+        yield [key]
+        yield from ([key, *rest] for rest in places(inner, depth - 1))
+
+
+def with_another(content: bytes, path: list[Any], value: Any) -> bytes:
+    """JSON with another value in a place; `...` takes the key out."""
+    whole = json.loads(content)
+    inner = whole
+    for key in path[:-1]:
+        inner = inner[key]
+    if value is ...:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return json.dumps(whole).encode()
+
+
+Damage = Callable[[bytes], bytes | None]
+WHOLE: dict[str, Damage] = {
+    "missing": lambda content: None,
+    "empty": lambda content: b"",
+    "cut": lambda content: content[: len(content) // 2],
+    "longer": lambda content: content + b"\n}",
+    "garbage": lambda content: os.urandom(len(content) + 1),
+    "zeros": lambda content: bytes(len(content)),
+    "one byte": lambda content: content[:-9] + bytes([content[-9] ^ 64]) + content[-8:] if len(content) > 9 else b"x",
+    "a list": lambda content: b"[]",
+    "a word": lambda content: b'"x"',
+    "null": lambda content: b"null",
+    "no keys": lambda content: b"{}",
+    "deep": lambda content: b"[" * 100_000,
+    "not UTF-8": lambda content: b'{"a": "\xff"}',
+    "pickled": lambda content: b"\x80\x04\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x04true\x94\x85\x94R\x94.",
+}
+# Of checkpoints that these damage, nobody can tell but a checksum.
+UNSEEN = ("one byte", "zeros")
+WRONG = (None, "x", [], {}, -1, 2.5, True, 10**400, ...)
+
+
+def damages(folder: Path) -> Iterator[tuple[str, Path, Damage, bool]]:
+    """What may be damaged in a folder: name, file, damage, and whether its checkpoint is marked as whole after it."""
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"):
+        name, is_kept = path.relative_to(folder).as_posix(), path.parent.name.startswith("checkpoint-")
+        for marks in (False, True) if is_kept and path.name != files.MARKER else (False,):
+            for way, damage in WHOLE.items():
+                if not (marks and way in UNSEEN):
+                    yield f"{name}, {way}, {marks}", path, damage, marks
+            # A wrong value for each key, in turn.
+            for turn, place in enumerate(places(json.loads(path.read_bytes())) if path.suffix == ".json" else ()):
+                if not marks or path.name == "trainer_state.json":
+                    value = WRONG[turn % len(WRONG)]
+                    change = partial(with_another, path=place, value=value)
+                    yield f"{name}, {place} = {str(value)[:9]}, {marks}", path, change, marks
+
+
+# A sample by default: each 300th.
+SAMPLES = once([("training", 300), ("training", 4), ("transfer", 4)])
+
+
+@pytest.mark.parametrize(("stage", "every"), SAMPLES)
+def test_a_damaged_file_is_an_error_or_does_no_harm(
+    stage: str, every: int, runs: tuple[dict[str, Path], Path], tmp_path: Path
+) -> None:
+    stopped, whole = runs
+    wanted = weights(whole)
+    for name, path, damage, marks in list(damages(stopped[stage]))[every // 2 :: every]:
+        out = tmp_path / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(stopped[stage], out)
+        there = out / path.relative_to(stopped[stage])
+        content = damage(there.read_bytes())
+        if content is None:
+            there.unlink()
+        else:
+            there.write_bytes(content)
+        if marks:
+            files._mark(there.parent)
+        try:
+            found = weights(run.resume(out).model)
+        except PosencError as error:
+            one_line(error)
+        except BaseException as error:
+            raise AssertionError(f"{name}: {type(error).__name__}: {error}") from error
+        else:
+            assert found.keys() == wanted.keys(), name
+            assert all(tensor.equal(wanted[key]) for key, tensor in found.items()), name
