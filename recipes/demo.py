@@ -11,6 +11,8 @@ from rich.console import Console
 
 from hf_posenc import __version__
 from hf_posenc.recipes.runs import run as runs
+from hf_posenc.recipes.runs.files import MEASUREMENTS
+from hf_posenc.recipes.runs.measurements import LABEL, Measurements, heading, line
 from hf_posenc.recipes.schema.recipe import Recipe
 
 CONTROL, RUN, MARKER = "control", "run", ".posenc-demo"
@@ -22,13 +24,31 @@ def is_demo(folder: Path) -> bool:
 
 
 def run(folder: Path, console: Console, *, scheme: str, steps: int, windows: int = 32) -> runs.Outcome:
-    """Train the control and the converted model, whose outcome is returned."""
+    """Train the control and the converted model, whose outcome is returned; end with a table of both."""
     keys = (f"steps={steps}", "batch_size=16", f"evaluation.windows={windows}")
     # The run finds its control in the next folder.
     recipes = {CONTROL: Recipe.read("control", keys), RUN: Recipe.read("swap", [f"scheme={scheme}", *keys])}
-    for name, recipe in recipes.items():
-        console.rule(recipe.conversion.scheme or "the native encoding", align="left")
+    parts = {
+        CONTROL: "the control: the model as it is, trained on the same text",
+        RUN: f"the model converted to {scheme}, trained likewise",
+    }
+    for number, (name, recipe) in enumerate(recipes.items(), start=1):
+        console.rule(f"part {number} of {len(recipes)}: {parts[name]}", align="left")
         outcome = runs.train(recipe, folder / name, console=console, command=f"hf-posenc demo --scheme {scheme}")
+    console.rule("the result: perplexity on held-out text, lower is better", align="left")
+    control = Measurements.load(folder / CONTROL / MEASUREMENTS, writes=False)
+    rows = {
+        "native": (outcome.measurements, "native"),
+        "control": (control, "after"),
+        f"{scheme}, untrained"[:LABEL]: (outcome.measurements, "before"),
+        scheme[:LABEL]: (outcome.measurements, "after"),
+    }
+    for label, (found, which) in rows.items():
+        grid, recalls = found.curve(which), found.recalls(which)
+        assert grid is not None
+        lines = [heading(grid, recalls)] * (label == "native") + [line(label, grid, recalls)]
+        for text in lines:
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
     # Its advice names keys of recipes, which the demo does not take.
     sentences = () if outcome.verdict is None else outcome.verdict.sentences
     console.print(f"\n{' '.join(sentences)}\n", highlight=False, markup=False)

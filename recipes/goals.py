@@ -22,7 +22,7 @@ from hf_posenc.recipes import library
 from hf_posenc.recipes.evaluation.perplexity import TARGETS
 from hf_posenc.recipes.loading import auto_class, load_config, trained_length
 from hf_posenc.recipes.schema import fields
-from hf_posenc.recipes.schema.recipe import MOST
+from hf_posenc.recipes.schema.recipe import MOST, Evaluation
 from hf_posenc.registry import SchemeInfo
 from hf_posenc.scheme import Scheme
 
@@ -33,9 +33,9 @@ _LENGTH = 512
 _FACTOR = 4
 # Width from which a model is no toy, and tokens of the attention transfer there (benchmarks/results/README.md).
 _REAL, _TRANSFER = 512, 500_000
-# Windows to measure on where contexts are long, and the tokens of the training for each token of the longest ones:
-# three measurements then read fewer tokens than the training.
-_FEW, _MEASURED = 4, 8
+# Tokens of the training for each token of the longest windows to measure on: three measurements then read fewer tokens
+# than the training. The length that an extension is for is measured if they read at most three times as many.
+_MEASURED, _WANTED = 8, 2
 # Ways of `extend` that are no scheme, in the order in which the field tries them.
 ROPES = ("yarn", "dynamic", "linear", "llama3", "longrope", "base", "proportional")
 WINDOWS = "windows"
@@ -134,7 +134,7 @@ class _Case:
     def __init__(self, config: Any, content: Content, **given: Content) -> None:
         self.config, self.content = config, content
         self.conversion, self.training, data, adapter, self.transfer = (given.get(name, {}) for name in _READ)
-        self.exact = False
+        self.exact = self.extends = False
         # Whether only the scheme's weights are trained.
         self.alone = adapter.get("kind") == "scheme"
         self.rotary = bool(getattr(config, "rope_parameters", None))
@@ -225,7 +225,7 @@ class _Case:
                 f"factor is {shown(factor)}; expected a number above 1, such as factor=4, and at most "
                 f"{MOST // self.own:,}."
             )
-        far = int(self.own * factor)
+        far, self.extends = int(self.own * factor), True
         ways = [*self.ways, *registry.schemes()]
         if by is None:
             by = self.ways[0] if self.ways else self._measured_scheme()
@@ -290,9 +290,12 @@ class _Case:
             self.set("evaluation", contexts=[each for power in range(9) if (each := self.own << power) <= longest])
         elif self.own > _LENGTH:
             contexts = {self.length // 4, self.length, 4 * self.length, self.own, self.reach}
-            most = min(max(4 * self.length, self.reach), max(self.length, self._tokens() // (_FEW * _MEASURED)))
-            fitting = sorted(each for each in contexts if TARGETS <= each <= most)
-            self.set("evaluation", contexts=fitting or [TARGETS], windows=_FEW)
+            affordable = self._tokens() // Evaluation.windows
+            most = min(max(4 * self.length, self.reach), max(self.length, affordable // _MEASURED))
+            fitting = {each for each in contexts if TARGETS <= each <= most}
+            if self.extends and self.reach <= affordable // _WANTED:
+                fitting.add(self.reach)
+            self.set("evaluation", contexts=sorted(fitting) or [TARGETS])
         halves = (torch.bfloat16, torch.float16)
         if torch.cuda.is_available() and torch.cuda.is_bf16_supported() and self.config.dtype in halves:
             self.set("training", precision="bfloat16")

@@ -226,7 +226,7 @@ def test_recipes_lists_goals_and_recommends_at_most_five(checkpoints: dict[str, 
     best, every = (run("recipes", "--for", checkpoints["gpt2"], *more).stdout for more in ((), ("--all",)))
     assert best.count("swap scheme=") + best.count("extend") - 1 <= 5  # the last line repeats the first recipe
     assert every.count("swap scheme=") > 20
-    assert f"hf-posenc train swap scheme=fire model={checkpoints['gpt2']} --out DIR" in best
+    assert f"hf-posenc train swap scheme=fire model={checkpoints['gpt2']} data=TEXT --out DIR" in best
 
 
 def test_show_prints_a_file_with_every_key_after_overrides(tmp_path: Path) -> None:

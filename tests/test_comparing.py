@@ -46,6 +46,8 @@ CONFIG = load_tiny_llama()[0].config
 def entered(
     *overrides: str, schemes: tuple[str, ...] | None = ("fire", "rope"), config: Any = CONFIG
 ) -> dict[str, Recipe]:
+    if not any(pair.startswith("data") for pair in overrides):
+        overrides = (*overrides, "data=builtin")
     return contestants("here", config, schemes=schemes, budget=7, overrides=overrides, samples=2)
 
 

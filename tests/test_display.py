@@ -248,8 +248,8 @@ def test_the_perplexity_is_that_of_text() -> None:
     progress.on_train_end(None, state, control)
     first, second, third = out.getvalue().splitlines()
     assert "loss 4.000, 0:00" in first  # no perplexity: with a teacher the loss is none of text
-    assert "loss 1.000, perplexity 7.389" in second
-    assert "loss 1.000, perplexity 7.389" in third
+    assert "loss 1.000 (2.000 on the text), perplexity 7.389" in second
+    assert "loss 1.000 (2.000 on the text), perplexity 7.389" in third
 
 
 def test_a_bar_in_a_terminal_that_is_in_order_afterwards() -> None:

@@ -526,7 +526,8 @@ def test_models_are_compared_in_one_dtype(tmp_path: Path) -> None:
         tokenizer.save_pretrained(tmp_path / name)
         model.float()
     models = (str(tmp_path / "half"), str(tmp_path / "whole"))
-    half, whole = Request(models, ("perplexity",), contexts=(64,), samples=2).run()["perplexity"].models.values()
+    report = Request(models, ("perplexity",), "builtin", contexts=(64,), samples=2).run()
+    half, whole = report["perplexity"].models.values()
     assert torch.equal(half[0].samples, whole[0].samples)
 
 
@@ -592,7 +593,7 @@ def test_runs_are_measured_on_what_they_held_out_unless_they_differ(tmp_path: Pa
     assert all(text.startswith(held_out) for text in (quarter, half))
     assert read("tiny-llama").startswith("builtin, ")
     assert read("tiny-llama") == read("one", "tiny-llama", "three")
-    with pytest.raises(OptionError, match=r"No text is named for .*one, .*three.*--text builtin"):
+    with pytest.raises(OptionError, match=r"No text is named for .*one/model, .*three/model.*--text builtin"):
         read("one", "three")
     tokens = [int(text.split(", ")[-1].split()[0].replace(",", "")) for text in (quarter, half)]
     assert 1.9 < tokens[1] / tokens[0] < 2.1
@@ -624,7 +625,7 @@ def test_damaged_models_are_one_error(tmp_path: Path) -> None:
         folder, out = tmp_path / str(number), str(tmp_path / "out")
         shutil.copytree(source, folder)
         (folder / name).write_bytes((folder / name).read_bytes()[:size])
-        typed = {"convert": ["alibi", out], "plot": ["--out", out], "eval": ["--out", out]}
+        typed = {"convert": ["alibi", out], "plot": ["--out", out], "eval": ["--out", out, "--text", "builtin"]}
         for command in commands:
             train = ["train", "swap", "scheme=fire", f"model={folder}", "data=builtin", "--out", out]
             given = train if command == "train" else [command, str(folder), *typed[command]]

@@ -23,7 +23,7 @@ import hf_posenc
 from hf_posenc import RecipeError
 from hf_posenc.recipes import library
 from hf_posenc.recipes.schema import fields
-from hf_posenc.recipes.schema.recipe import Conversion, Recipe, Schedule, Training
+from hf_posenc.recipes.schema.recipe import Conversion, Data, Recipe, Schedule, Training
 
 PLAIN = "model: tiny-llama\nconversion:\n  scheme: fire\n"
 
@@ -51,6 +51,7 @@ def test_overrides_win_over_the_file_and_reach_keys_that_it_lacks(tmp_path: Path
         "conversion.layers=[0, 2]",
         "data.held_out=null",
         "model=a=b",
+        "data=builtin",
         "saving={every: 3, loggers: [wandb]}",
     )
     assert (recipe.training.steps, recipe.conversion.options, recipe.model) == (7, {"threshold": 32}, "a=b")
@@ -106,7 +107,12 @@ def test_text_reads_as_the_recipe(
     loggers: list[Any],
     targets: list[str] | None,
 ) -> None:
-    plain = Recipe(model=model, summary=summary, conversion=Conversion(scheme="fire", options={"init_c": init_c}))
+    plain = Recipe(
+        model=model,
+        summary=summary,
+        conversion=Conversion(scheme="fire", options={"init_c": init_c}),
+        data=Data(source="builtin"),
+    )
     recipe = dataclasses.replace(
         plain,
         training=Training(learning_rate=rate, steps=steps),
@@ -122,7 +128,12 @@ def test_text_reads_as_the_recipe(
 
 def test_a_recipe_of_python_is_what_its_file_says() -> None:
     layers: Any = (0, 1)
-    recipe = Recipe(model="x", conversion=Conversion(scheme="fire", layers=layers), training=Training(learning_rate=1))
+    recipe = Recipe(
+        model="x",
+        conversion=Conversion(scheme="fire", layers=layers),
+        training=Training(learning_rate=1),
+        data=Data(source="builtin"),
+    )
     assert fields.parse(recipe.text(), "") == dataclasses.asdict(recipe.checked())
     unsaid = dataclasses.replace(recipe, conversion=Conversion(scheme="fire", options={"init_c": np.float64(1.0)}))
     with pytest.raises(RecipeError, match="float64"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import math
+import re
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,12 +23,14 @@ from test_display import FACTS, facts_with
 import hf_posenc
 from hf_posenc.cli import train as command
 from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid
+from hf_posenc.recipes.evaluation.grid import successes as shares
+from hf_posenc.recipes.evaluation.recall import RECALLS
 from hf_posenc.recipes.runs import files, report, verdict
 from hf_posenc.recipes.runs.measurements import NATIVE, Measurements
 from hf_posenc.recipes.runs.progress import Pace
 from hf_posenc.recipes.runs.report import Results
 from hf_posenc.recipes.runs.verdict import judge
-from hf_posenc.recipes.schema.recipe import Recipe
+from hf_posenc.recipes.schema.recipe import Recipe, Transfer
 
 PACE = Pace(0.25, 8192.0, 300 * 2**20, 199)
 LOG = [{"step": 1, "loss": 4.5, "learning_rate": 1e-3}, {"step": 200, "loss": 2.25}, {"step": 200, "train_loss": 3.0}]
@@ -240,7 +243,7 @@ def test_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 # -- the verdict -------------------------------------------------------------------------------------------------------
 
 
-def two_models(native: float, after: float, *, far: float = 3.0, noise: float = 0.001, count: int = 8) -> Measurements:
+def two_models(native: float, after: float, *, far: float = 3.0, noise: float = 0.001, count: int = 32) -> Measurements:
     """Return losses at 128 and 1,024 tokens in some windows that are hard and easy for both models."""
     windows = torch.linspace(0, 1, count, dtype=torch.float64)
     wobble = noise * (-1.0) ** torch.arange(count)
@@ -256,9 +259,9 @@ def two_models(native: float, after: float, *, far: float = 3.0, noise: float = 
     [
         (1.95, 0.001, "better", False, "Fire is significantly better than the native model: at 128 tokens"),
         (2.0, 0.1, "as good", False, "Fire is as good as the native model: at"),
-        (2.0, 1.0, "as good", False, "Fire is as good as the native model, as far as 8 windows can tell: at"),
+        (2.0, 1.0, "as good", False, "Fire is as good as the native model, as far as 32 windows can tell: at"),
         (2.05, 0.001, "worse", False, "Fire is significantly worse"),
-        (2.5, 0.001, "worse", True, "not ready for use. Train it longer (steps=800), or with the native"),
+        (2.5, 0.001, "worse", True, "not ready for use. Train it longer: 2,000,000 tokens of training were measured"),
         # Too few windows to be sure do not make a bad model a good one.
         (2.5, 2.0, "worse", True, "Fire is worse than"),
         (math.inf, 0.001, "worse", True, "The training diverged."),
@@ -275,14 +278,80 @@ def test_grades(after: float, noise: float, grade: str, is_bad: bool, said: str)
 
 def test_what_was_not_measured_and_what_is_worse_at_a_shorter_length_is_said() -> None:
     found, far = two_models(2.0, 2.0), dataclasses.replace(FACTS, trained_length=1024)
-    assert "was measured beyond" not in str(judge(found, facts_with(training={"skip_to": 1024})))
+    assert "that the run is for" not in str(judge(found, facts_with(training={"skip_to": 1024})))
     for facts in (facts_with(training={"skip_to": 4096}), dataclasses.replace(FACTS, trained_length=4096)):
-        said = "nothing was measured beyond 1,024 (evaluation.contexts=[4096] does)."
-        assert said in str(judge(found, facts))
+        said = "Measured up to 1,024 of the 4,096 tokens that the run is for (evaluation.contexts=[4096] measures the"
+        assert str(judge(found, facts)).startswith(said)
     # A config may state a longer text than a model can read.
     found = two_models(2.0, 2.3)
-    assert "But at 128 tokens its perplexity is 134.99 % [134.87, 135.11] of that one" in str(judge(found, far))
+    assert "But at 128 tokens its perplexity is 134.986 % [" in str(judge(found, far))
     assert "But at" not in str(judge(found, FACTS))
+
+
+def able(found: Measurements, name: str, key: str | int, share: float, count: int = 32) -> None:
+    """Record what a model copies or recalls: a share of the tokens of sequences that are hard and easy."""
+    samples = (share + torch.linspace(-0.1, 0.1, count, dtype=torch.float64)).clamp(0, 1)[None]
+    length = {"tokens read": (128,)}
+    grids = found.recalls(key) | {name: Grid(shares("right tokens", 1 / 64), length, samples)}
+    found.record(key, found.at(key), **grids)
+
+
+@pytest.mark.parametrize("name", list(RECALLS))
+@pytest.mark.parametrize("after", [1.9, 2.0])
+@pytest.mark.parametrize(
+    ("native", "kept", "grade", "is_bad"),
+    [(0.8, 0.0, "worse", True), (0.8, 0.4, "worse", True), (0.8, 0.7, "worse", False), (0.8, 0.9, None, False)],
+)
+def test_a_model_that_copies_or_recalls_less_is_never_as_good(
+    name: str, after: float, native: float, kept: float, grade: str | None, is_bad: bool
+) -> None:
+    plain = judge(two_models(2.0, after), FACTS)
+    found = two_models(2.0, after)
+    able(found, name, NATIVE, native)
+    able(found, name, 200, kept)
+    verdict = judge(found, FACTS)
+    assert (verdict.grade, verdict.is_bad) == (grade or plain.grade, is_bad)
+    said = (
+        rf"{'But it' if grade else 'It'} {RECALLS[name].verb} {100 * kept:.0f}?.* % .*of random tokens, and that one 8"
+    )
+    assert re.search(said, str(verdict))
+    assert ("not ready for use" in str(verdict)) == is_bad
+    # The control, which may have lost as much, is the measure.
+    control = two_models(2.0, after)
+    able(control, name, 200, kept)
+    assert judge(found, FACTS, control).grade != "worse"
+
+
+def test_what_nobody_can_do_is_not_lost() -> None:
+    found = two_models(2.0, 2.0)
+    for name in RECALLS:
+        able(found, name, NATIVE, -0.1)
+        able(found, name, 200, -0.1)
+    verdict = judge(found, FACTS)
+    assert verdict.grade == "as good"
+    assert "The native model does not copy or recall random tokens" in str(verdict)
+
+
+def test_a_verdict_needs_32_windows_or_says_so() -> None:
+    assert Recipe.read("swap", ["scheme=fire"]).evaluation.windows == verdict.LEAST == 32
+    few, many = (str(judge(two_models(2.0, 1.9, count=count), FACTS)) for count in (4, 32))
+    assert "as far as 4 windows can tell" in few
+    assert "windows can tell" not in many
+
+
+def test_a_longer_training_names_a_stage_and_tokens_that_were_measured() -> None:
+    def advice(transfer: int, steps: int, **training: Any) -> str:
+        facts = facts_with(training={"steps": steps, "batch_size": 1, "length": 1000, **training})
+        sections = {"transfer": Transfer(steps=transfer)} if transfer else {}
+        recipe = dataclasses.replace(facts.recipe, **sections)
+        return judge(two_models(2.0, 2.5), dataclasses.replace(facts, recipe=recipe)).advice
+
+    assert "2,000,000 tokens of training were measured to help, and this run had 50,000 (steps=2000)" in advice(0, 50)
+    assert "920,000 tokens of attention transfer were" in advice(500, 300)
+    assert "this run had 500,000 (transfer.steps=920)" in advice(500, 300)
+    assert "700,000 tokens of training were measured to help, and this run had 300,000 (steps=700)" in advice(920, 300)
+    for most in (advice(920, 700), advice(0, 2000)):
+        assert "as many tokens as were ever measured, so rather convert fewer layers: `hf-posenc layers`" in most
 
 
 def test_the_control_is_the_measure_where_there_is_one() -> None:
@@ -292,7 +361,7 @@ def test_the_control_is_the_measure_where_there_is_one() -> None:
     verdict = judge(good, FACTS, control)
     assert verdict.grade == "worse"
     assert "worse than the control" in str(verdict)
-    assert "than the native model" in str(judge(good, FACTS, two_models(2.0, 1.8, count=7)))  # not the same windows
+    assert "than the native model" in str(judge(good, FACTS, two_models(2.0, 1.8, count=31)))  # not the same windows
     assert "train a control" in str(judge(good, FACTS))
     assert "train a control" not in str(verdict) + str(judge(good, facts_with(conversion={"scheme": None})))
     assert judge(good, facts_with(conversion={"scheme": None, "rope": {"rope_type": "yarn"}})).wants_control

@@ -24,9 +24,7 @@ app.add_typer(recipes_app, name="recipes")
 Name = Annotated[str, Argument(metavar="RECIPE", help="swap, extend, remove, control, or a YAML file.")]
 Overrides = Annotated[
     list[str] | None,
-    Argument(
-        metavar="KEY=VALUE", help="Keys of the recipe, such as model=DIR, data=text.txt, scheme=NAME or steps=500."
-    ),
+    Argument(metavar="KEY=VALUE", help="Keys of the recipe, such as model=DIR, data=FILE, scheme=NAME or steps=500."),
 ]
 Folder = Annotated[Path, Argument(metavar="DIR", help="The folder of a run.")]
 

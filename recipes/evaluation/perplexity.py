@@ -103,6 +103,11 @@ def contexts_for(
     return possible, notes
 
 
+def windows_for(context: int, tokens: int, *, most: int) -> int:
+    """Return how many windows of a context, 2 to `most`, a text of so many tokens has; only their targets are apart."""
+    return max(2, min(most, 1 + (tokens - 1 - context) // TARGETS))
+
+
 class ContextPerplexity(Measure):
     """Perplexity of the same tokens after contexts of different lengths.
 

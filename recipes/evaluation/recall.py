@@ -17,6 +17,7 @@ from hf_posenc.recipes.evaluation.grid import Grid, Point, Quantity, share, succ
 from hf_posenc.recipes.evaluation.measure import Measure, Row, Workers, different
 from hf_posenc.recipes.evaluation.predictions import answer_predictions, correct, losses
 from hf_posenc.recipes.evaluation.text import ordinary_tokens
+from hf_posenc.recipes.loading import auto_class
 from hf_posenc.recipes.plots.curves import trained_mark
 
 # Number of symbols of cue and key: few and frequent, so that every model knows them.
@@ -169,6 +170,7 @@ class InductionCopy(Recall):
     title = "Copying a random sequence by length"
     takes = (AutoModelForCausalLM,)
     axis = "tokens in both copies"
+    verb: ClassVar[str] = "copies"
     _says = (
         "A random sequence, read twice. Columns give the length of both copies together. The second copy is scored, "
         "without its first token."
@@ -215,6 +217,7 @@ class AssociativeRecall(InductionCopy):
     name = "mqar"
     title = "Recalling the values of keys by length"
     axis = "tokens read"
+    verb = "recalls"
     _step = 2
     _says = (
         f"{_PAIRS} pairs of a key and a value, random tokens, and all keys again, each before its value, which is "
@@ -234,3 +237,21 @@ class AssociativeRecall(InductionCopy):
         asked = pairs[torch.randperm(_PAIRS, generator=generator)].flatten()
         # The answer begins with the first value.
         return torch.cat([pairs.flatten(), drawn[_PAIRS:], asked[:1]]), asked[1:]
+
+
+# What a run measures besides perplexity, by the name of the ability.
+RECALLS: dict[str, type[InductionCopy]] = {"copy": InductionCopy, "recall": AssociativeRecall}
+
+
+def recalls_for(config: Any, symbols: Tensor, length: int, *, samples: int) -> dict[str, InductionCopy]:
+    """Return the measures of copying and recalling, by `RECALLS`, that a model and a length of texts allow.
+
+    The symbols are those of `ordinary_tokens`. The most frequent ones are drawn from, which every model knows.
+    """
+    symbols, length = symbols[:_SYMBOLS], length // 2 * 2
+    fits = {"copy": length >= 4 and len(symbols) > 1, "recall": length >= 4 * _PAIRS and len(symbols) > _PAIRS}
+    return {
+        name: measure(symbols, [length], samples=samples)
+        for name, measure in RECALLS.items()
+        if fits[name] and auto_class(config) in measure.takes
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -15,24 +15,31 @@ from transformers import TrainerCallback
 from hf_posenc.patches.directories import reading
 from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity
+from hf_posenc.recipes.evaluation.recall import RECALLS
 from hf_posenc.recipes.evaluation.report import Report, Section
 from hf_posenc.recipes.storage import load, save
 
 # Key of the model as loaded; the keys of the converted model are its optimizer steps.
 NATIVE = "native"
 
-_LABEL, _CELL = 16, 9
-_NOTE = "Perplexity of the same tokens of held-out windows, by model or optimizer step of the converted one."
+_PERPLEXITY = ContextPerplexity.name
+LABEL, _CELL = 16, 9
+_NOTE = "The same held-out windows and sequences, by model or optimizer step of the converted one."
 
 Measure = Callable[[Any], Grid]
+# A function that measures how a model copies and recalls, by `RECALLS`.
+Recalls = Callable[[Any], Mapping[str, Grid]]
 
 
 class Measurements:
-    """Perplexity by context length of the native model, and of the converted one by step; a file has every record."""
+    """Perplexity by context length of the native model, and of the converted one by step; a file has every record.
+
+    Causal models come with the shares of tokens that they copy and recall.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self._grids: dict[str | int, Grid] = {}
+        self._grids: dict[str | int, dict[str, Grid]] = {}
 
     @classmethod
     def load(cls, path: Path, *, writes: bool = True) -> Measurements:
@@ -46,31 +53,59 @@ class Measurements:
             remedy = "Remove the file to measure again what can still be measured."
             report = load(Report, path, remedy)
             with reading(str(path), f" {remedy}"):
-                for name, (grid,) in report["perplexity"].models.items():
-                    measurements._grids[name if name == NATIVE else int(name.removeprefix("step "))] = grid
+                for section in report.sections:
+                    for name, (grid,) in section.models.items():
+                        key = name if name == NATIVE else int(name.removeprefix("step "))
+                        measurements._grids.setdefault(key, {})[section.name] = grid
         return measurements
 
-    def record(self, key: str | int, grid: Grid) -> None:
-        """Keep the perplexity of the `NATIVE` model, or of the converted one after some steps, and write the file."""
-        self._grids[key] = grid
+    def record(self, key: str | int, grid: Grid, **recalls: Grid) -> None:
+        """Keep what was measured of the `NATIVE` model, or of the converted one after some steps; write the file."""
+        self._grids[key] = {_PERPLEXITY: grid, **recalls}
         if self._path is not None:
-            models = {str(key) if key == NATIVE else f"step {key}": (grid,) for key, grid in self._grids.items()}
-            save(Report((Section("perplexity", ContextPerplexity.title, _NOTE, models),)), self._path)
+            titles = {_PERPLEXITY: ContextPerplexity.title, **{name: each.title for name, each in RECALLS.items()}}
+            models = {str(key) if key == NATIVE else f"step {key}": grids for key, grids in self._grids.items()}
+            found = {each: {name: (own[each],) for name, own in models.items() if each in own} for each in titles}
+            sections = (Section(each, titles[each], _NOTE, own) for each, own in found.items() if own)
+            save(Report(tuple(sections)), self._path)
 
     def at(self, key: str | int) -> Grid | None:
         """Return the perplexity of the `NATIVE` model or after some steps; `None` if not measured."""
-        return self._grids.get(key)
+        return self._grids.get(key, {}).get(_PERPLEXITY)
 
     def course(self) -> list[tuple[int, Grid]]:
         """Return steps and perplexities of the converted model, by step."""
         steps = sorted(key for key in self._grids if isinstance(key, int))
-        return [(step, self._grids[step]) for step in steps]
+        return [(step, self._grids[step][_PERPLEXITY]) for step in steps]
 
     def curve(self, name: str) -> Grid | None:
         """Return the perplexity "native", "before" (step 0) or "after" (last step); `None` if not measured."""
-        if name == "after":
-            return next((grid for step, grid in reversed(self.course()) if step > 0), None)
-        return self.at(NATIVE if name == "native" else 0)
+        return self.at(self._key(name))
+
+    def recalls(self, name: str | int) -> dict[str, Grid]:
+        """Return what a model copies and recalls, by `RECALLS`, as far as measured: after some steps, or of a curve."""
+        grids = self._grids.get(self._key(name) if isinstance(name, str) else name, {})
+        return {each: grid for each, grid in grids.items() if each != _PERPLEXITY}
+
+    def _key(self, name: str) -> str | int:
+        last = max((key for key in self._grids if isinstance(key, int)), default=0)
+        return {NATIVE: NATIVE, "before": 0, "after": last or -1}[name]
+
+
+def heading(grid: Grid, recalls: Mapping[str, Grid]) -> str:
+    """Return the heading of lines in the terminal."""
+    names = [*(f"{context:,}" for context in grid.points), *recalls]
+    return f"{'tokens read':<{LABEL}}" + "".join(f"{name:>{_CELL}}" for name in names)
+
+
+def line(label: str, grid: Grid, recalls: Mapping[str, Grid]) -> str:
+    """Return a line: perplexity by length, and what is copied and recalled in %."""
+    means = [grid.at(context).mean for context in grid.points]
+    cells = ["-" if math.isnan(mean) else f"{mean:.4g}" for mean in means]
+    for found in recalls.values():
+        share = found.at(*found.points).times(found.quantity.scale).mean
+        cells.append("-" if math.isnan(share) else f"{share:.3g} %")
+    return f"{label:<{LABEL}}" + "".join(f"{cell:>{_CELL}}" for cell in cells)
 
 
 class Measuring(TrainerCallback):
@@ -84,6 +119,7 @@ class Measuring(TrainerCallback):
         every: Steps between measurements; 0 measures before and after only.
         begins: Optimizer steps of the stages before this one; measurements count from the first of them.
         native: Context in which a model computes as it was loaded, to measure that first; `None` does without.
+        recalls: Function that measures how a model copies and recalls; `None` does without.
         console: Console for a table, one row per measurement; `None` is silent.
     """
 
@@ -95,9 +131,11 @@ class Measuring(TrainerCallback):
         every: int = 0,
         begins: int = 0,
         native: Callable[[Any], AbstractContextManager[None]] | None = None,
+        recalls: Recalls | None = None,
         console: Console | None = None,
     ) -> None:
         self._measurements, self._measure, self._console = measurements, measure, console
+        self._recalls = recalls or (lambda model: {})
         self._every, self._begins, self._native, self._has_heading = every, begins, native, False
 
     def take(self, key: str | int, model: Any) -> Grid:
@@ -109,8 +147,8 @@ class Measuring(TrainerCallback):
                 self._console.print("measuring on held-out text ...", highlight=False)
             devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
             with torch.random.fork_rng(devices=devices):
-                grid = self._measure(model)
-            self._measurements.record(key, grid)
+                grid, recalls = self._measure(model), self._recalls(model)
+            self._measurements.record(key, grid, **recalls)
         self._print(key, grid)
         return grid
 
@@ -142,12 +180,10 @@ class Measuring(TrainerCallback):
     def _print(self, key: str | int, grid: Grid) -> None:
         if self._console is None:
             return
-        means = [grid.at(context).mean for context in grid.points]
-        cells = ["-" if math.isnan(mean) else f"{mean:.4g}" for mean in means]
-        rows = [(str(key) if key == NATIVE else f"step {key}", cells, "")]
+        recalls = self._measurements.recalls(key)
+        lines = [(line(str(key) if key == NATIVE else f"step {key}", grid, recalls), "")]
         if not self._has_heading:
-            rows.insert(0, ("tokens read", [f"{context:,}" for context in grid.points], "bold"))
-        for label, row, style in rows:
-            line = f"{label:<{_LABEL}}" + "".join(f"{cell:>{_CELL}}" for cell in row)
-            self._console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+            lines.insert(0, (heading(grid, recalls), "bold"))
+        for text, style in lines:
+            self._console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
         self._has_heading = True

@@ -113,7 +113,10 @@ class Progress(TrainerCallback):
 
     def _parts(self, state: Any) -> Iterator[str]:
         if "loss" in self._logs:
-            yield f"loss {self._logs['loss']:.3f}"
+            text = self._logs.get(self._text) if self._text != "loss" else None
+            # While a teacher fades, the whole rises and that on the text falls.
+            on_text = "" if text is None else f" ({text:.3f} on the text)"
+            yield f"loss {self._logs['loss']:.3f}{on_text}"
         if self._text in self._logs:
             # Without a limit, exp would overflow for a model that diverged.
             yield f"perplexity {math.exp(min(self._logs[self._text], 700.0)):.4g}"

@@ -22,7 +22,7 @@ from hf_posenc.recipes.evaluation.perplexity import TARGETS
 from hf_posenc.recipes.evaluation.report import Section, panel
 from hf_posenc.recipes.intervals import Interval
 from hf_posenc.recipes.plots.curves import Panel, lines_figure, trained_mark
-from hf_posenc.recipes.reports import render
+from hf_posenc.recipes.reports import Table, render
 from hf_posenc.recipes.runs.facts import Facts, rows
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.runs.progress import Pace
@@ -30,30 +30,76 @@ from hf_posenc.recipes.runs.verdict import Verdict, nearest
 from hf_posenc.recipes.schema.recipe import Recipe
 
 _TASKS = {"CausalLM": "text-generation", "Seq2SeqLM": "text2text-generation", "MaskedLM": "fill-mask"}
+# Rows of the table of losses.
+_LOSSES = 8
 TABLE, PICTURE, PAGE = "table.md", "perplexity.png", "report.html"
 
 
 @dataclass(frozen=True)
 class Results:
-    """All that is known of a run at its end; `log` is that of the trainer (`trainer.state.log_history`)."""
+    """All that is known of a run at its end; `log` is that of the trainer (`trainer.state.log_history`).
+
+    The control is there if the run can be compared with it.
+    """
 
     measurements: Measurements
     facts: Facts
     log: Sequence[Mapping[str, Any]] = ()
     pace: Pace | None = None
     verdict: Verdict | None = None
+    control: Measurements | None = None
 
     def models(self) -> dict[str, Grid]:
         """Return the measured models by their name in table and picture."""
+        return {name: grid for name, (grid, _) in self.measured().items()}
+
+    def measured(self) -> dict[str, tuple[Grid, Mapping[str, Grid]]]:
+        """Return perplexities of the measured models by their name, and what they copy and recall."""
         name, course = self.facts.encoding or "native", self.measurements.course()
-        found = {
-            "native": self.measurements.curve("native"),
-            f"{name}, before training": self.measurements.curve("before"),
-            f"{name}, after {max((step for step, _ in course), default=0):,} steps": self.measurements.curve("after"),
+        sources = {
+            "native": (self.measurements, "native"),
+            "native, trained the same (control)": (self.control, "after"),
+            f"{name}, before training": (self.measurements, "before"),
+            f"{name}, after {max((step for step, _ in course), default=0):,} steps": (self.measurements, "after"),
         }
         if self.facts.encoding is None:
-            del found[f"{name}, before training"]  # It is the native model again.
-        return {name: grid for name, grid in found.items() if grid is not None}
+            del sources[f"{name}, before training"]  # It is the native model again.
+        found = {}
+        for label, (source, which) in sources.items():
+            grid = None if source is None else source.curve(which)
+            if source is not None and grid is not None:
+                found[label] = (grid, source.recalls(which))
+        return found
+
+    def recalls(self) -> list[Table]:
+        """Return the table of what the models copy and recall; none without."""
+        rows, first = self.measured(), self.measurements.recalls("native") or self.measurements.recalls("after")
+        if not first:
+            return []
+        grid = next(iter(first.values()))
+        caption = (
+            f"Share of random tokens copied, and of values recalled by their keys (%), in {grid.samples.shape[-1]} "
+            f"sequences of {grid.points[0]:,} tokens:"
+        )
+        cells = {
+            label: [own[name].write(*own[name].points) if name in own else "-" for name in first]
+            for label, (_, own) in rows.items()
+        }
+        return [Table(["", *first], [[label, *row] for label, row in cells.items()], caption=caption)]
+
+    def losses_by_step(self) -> list[Table]:
+        """Return the table of losses with a teacher, of which that on the text is a part; none without."""
+        both = [entry for entry in self.log if "text_loss" in entry and "loss" in entry]
+        picked = both[:: max(1, len(both) // _LOSSES)]
+        if not picked:
+            return []
+        picked += [both[-1]] * (picked[-1] is not both[-1])
+        rows = [[f"{entry['step']:,}", f"{entry['loss']:.4f}", f"{entry['text_loss']:.4f}"] for entry in picked]
+        caption = (
+            "Training loss in nats per token. The whole is mixed of that on the text and of the distance from the "
+            "teacher. While the teacher fades it becomes that on the text, and rises though both fall:"
+        )
+        return [Table(["steps", "whole", "on the text"], rows, caption=caption)]
 
     def losses(self) -> list[tuple[int, float]]:
         """Return steps and losses on the text; a mixed loss would rise while its teacher fades."""
@@ -73,7 +119,9 @@ class Results:
             "targets": TARGETS,
             "windows": 0 if first is None else first.samples.shape[-1],
             "unread": len({grid.measured() for grid in models.values()}) > 1,
+            "recalls": self.recalls(),
             "losses": [loss for _, loss in self.losses()],
+            "losses_by_step": self.losses_by_step(),
             "pace": self.pace,
             "verdict": self.verdict,
         }

@@ -37,7 +37,9 @@ from hf_posenc.recipes.data.windows import Prepared, load_data
 from hf_posenc.recipes.evaluation.generation import Generation, compared
 from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.evaluation.measure import Workers
-from hf_posenc.recipes.evaluation.perplexity import context_curve, contexts_for
+from hf_posenc.recipes.evaluation.perplexity import context_curve, contexts_for, windows_for
+from hf_posenc.recipes.evaluation.recall import recalls_for
+from hf_posenc.recipes.evaluation.text import ordinary_tokens
 from hf_posenc.recipes.loading import is_masked, load
 from hf_posenc.recipes.memory import micro_batches
 from hf_posenc.recipes.processes import enough_threads, processes, sharding
@@ -46,7 +48,7 @@ from hf_posenc.recipes.runs.facts import Facts, print_header
 from hf_posenc.recipes.runs.files import CHECKPOINTS, MODEL, RECIPE, RUN, has_begun, record_of
 from hf_posenc.recipes.runs.measurements import Measurements, Measuring
 from hf_posenc.recipes.runs.progress import Pace, Progress
-from hf_posenc.recipes.runs.verdict import Verdict, control_of, judge
+from hf_posenc.recipes.runs.verdict import Verdict, control_of, is_comparable, judge
 from hf_posenc.recipes.schema import checks, fields
 from hf_posenc.recipes.schema.recipe import Recipe, Training
 from hf_posenc.recipes.training.adapter import attach, check_targets, keep_unpacked, quantization, trained_dtype
@@ -206,9 +208,11 @@ class _Run:
             texts = {size: read(length=size) for size in sizes}
             data = texts[length]
             self._check_text(data)
-            contexts, notes = contexts_for(
-                own_length, len(data.held_out), windows=evaluation.windows, contexts=evaluation.contexts
-            )
+            held_out, longest = len(data.held_out), max(evaluation.contexts or [min(own_length, length)])
+            windows = windows_for(longest, held_out, most=evaluation.windows)
+            contexts, notes = contexts_for(own_length, held_out, windows=windows, contexts=evaluation.contexts)
+            if windows < evaluation.windows:
+                notes = (f"measured in {windows} windows: the held-out text has {held_out:,} tokens", *notes)
             planned, as_loaded = self._convert(model)
             checks.check_tables(recipe, model, length)
             if self.checkpoint is None:  # Its weights would replace the fitted ones.
@@ -238,9 +242,14 @@ class _Run:
 
             def measure(model: Any) -> Grid:
                 with self._precise():
-                    return context_curve(
-                        model, data.held_out, contexts, windows=evaluation.windows, corrupt=data.corrupt
-                    )
+                    return context_curve(model, data.held_out, contexts, windows=windows, corrupt=data.corrupt)
+
+            symbols = ordinary_tokens(data.held_out, tokenizer.all_special_ids)
+            abilities = recalls_for(model.config, symbols, min(own_length, length), samples=evaluation.windows)
+
+            def recalls(model: Any) -> dict[str, Grid]:
+                with self._precise():
+                    return {name: measure(model, Workers(alone=True))[0] for name, measure in abilities.items()}
 
             log: list[dict[str, Any]] = []
             trainer: AdaptationTrainer | None = None
@@ -251,22 +260,25 @@ class _Run:
                     every=evaluation.every,
                     begins=stage.begins,
                     native=as_loaded if stage is plans[0] else None,
+                    recalls=recalls,
                     console=self.console,
                 )
                 if stage.name == "transfer":
                     self._transfer(stage, model, data, facts, measuring)
                     continue
-                windows = texts[stage.recipe.training.length or length]
+                text = texts[stage.recipe.training.length or length]
                 trainer = None  # Its optimizer is twice as large as the model.
-                trainer, pace = self._train(stage, model, windows, facts, measuring, ends=stage is plans[-1])
+                trainer, pace = self._train(stage, model, text, facts, measuring, ends=stage is plans[-1])
                 log += [{**entry, "step": entry["step"] + stage.begins} for entry in trainer.state.log_history]
             assert trainer is not None
             if self.transferred is not None and not self.transferred["accepted"]:
                 facts = replace(facts, cautions=(*facts.cautions, self.transferred["sentence"]))
-            verdict = judge(self.measurements, facts, control_of(self.folder, recipe, self.text))
+            control = control_of(self.folder, recipe, self.text)
+            control = control if control is not None and is_comparable(self.measurements, control) else None
+            verdict = judge(self.measurements, facts, control)
             if evaluation.prompts:
                 facts = replace(facts, writes=self._compare(model, tokenizer, data))
-            results = report.Results(self.measurements, facts, log, pace, verdict)
+            results = report.Results(self.measurements, facts, log, pace, verdict, control)
             if self.processes.is_main_process:
                 report.write(self.folder, results)
             _tell_length(model, tokenizer, facts.reach)

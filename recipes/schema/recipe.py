@@ -266,14 +266,15 @@ class Evaluation(Section):
 
     Attributes:
         contexts: Context lengths; null is a quarter of the trained length up to eight times it.
-        windows: Number of held-out windows, 2 or more: one has no confidence interval.
+        windows: Number of held-out windows, 2 or more: one has no confidence interval. A short text has fewer. As many
+            sequences tell how a causal model copies and recalls.
         every: Steps between measurements; 0 measures before and after only.
         prompts: Number of prompts that the trained model and the original continue, to compare what they write; 0 is
             off.
     """
 
     contexts: Counts | None = None
-    windows: Annotated[Count, Ge(2)] = 16
+    windows: Annotated[Count, Ge(2)] = 32
     every: CountOrNone = 0
     prompts: CountOrNone = 0
 
