@@ -19,6 +19,7 @@ from hf_posenc.attention import EXECUTORS, Call, Mask, choose, executors
 from hf_posenc.attention import blocks as blocks_module
 from hf_posenc.attention.cpu import biases, distances, fused, kernel
 from hf_posenc.attention.mask import slots_tell_distances
+from hf_posenc.attention.once import Once
 from hf_posenc.operands import Tokens
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 6, 11
@@ -443,7 +444,7 @@ def test_blocks_run_where_the_kernel_of_torch_fails_its_trial(
         return [found + 0.1 * (causal or not only_causal) for found in right(*operands, causal=causal)]
 
     monkeypatch.setattr(kernel, name, wrong)
-    monkeypatch.setattr(kernel, "works", kernel.works.__wrapped__)
+    monkeypatch.setattr(kernel, "_TRIED", Once())
     for scheme in ("kerple", "cope"):
         with attention.recorded() as record:
             one_attention(make(scheme), None, *plain(520))

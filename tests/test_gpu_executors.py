@@ -32,6 +32,7 @@ from hf_posenc import OptionError, Positions, Scheme, attend
 from hf_posenc.attention import Call, Mask, choose, executors
 from hf_posenc.attention.blocks import Blocks
 from hf_posenc.attention.gpu import flex, trial
+from hf_posenc.attention.once import Once
 from hf_posenc.structures import Bias
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 24
@@ -288,7 +289,7 @@ def test_blocks_without_a_visible_key_are_skipped(
     layout: Callable, rule: str, length: int, queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flex, "_AT_ONCE", 2**16)  # some rows of blocks at a time
-    flex._mask_of_slots.cache_clear()
+    monkeypatch.setattr(flex, "_MASKS", Once(size=1))
     q, kv = torch.zeros(2, HEADS, queries, HEAD_DIM), torch.zeros(2, KV_HEADS, length, HEAD_DIM)
     places, keep = layout(length)
     if rule == "positions":
@@ -344,7 +345,7 @@ def padded_call() -> Call:
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_kernel_that_does_as_the_reference_is_used(monkeypatch: pytest.MonkeyPatch, inference: bool) -> None:
-    monkeypatch.setattr(trial, "_RESULTS", {})
+    monkeypatch.setattr(trial, "_PASSED", Once())
     with torch.inference_mode(inference):
         call = padded_call()
         assert RIGHT.passed(call)
@@ -356,7 +357,7 @@ def test_a_kernel_that_does_as_the_reference_is_used(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("kernel", "problem"), WRONG)
 def test_any_other_is_not_used_and_says_so(monkeypatch: pytest.MonkeyPatch, kernel: Tried, problem: str) -> None:
-    monkeypatch.setattr(trial, "_RESULTS", {})
+    monkeypatch.setattr(trial, "_PASSED", Once())
     call = padded_call()
     with pytest.warns(UserWarning, match=f"The tried kernel for KERPLE {problem} on cpu. Attention goes by blocks"):
         assert not kernel.passed(call)

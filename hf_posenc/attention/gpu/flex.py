@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.gpu.trial import CompiledExecutor
+from hf_posenc.attention.once import Once
 from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Bias, DistanceTable, KeyBias, PiecewiseLinear
 
@@ -32,6 +33,8 @@ _AT_ONCE = 2**25
 # A function is compiled again for other dtypes, numbers of heads, masks, and operands with or without gradients.
 # Beyond torch's own limit of 8 it would raise.
 _VARIANTS = 64
+# Masks that are the same for every layer and every step.
+_MASKS: Once[BlockMask] = Once(size=32)
 
 
 class Flex(CompiledExecutor):
@@ -149,7 +152,6 @@ def _block_mask(call: Call) -> BlockMask | None:
     if mask.rule == "all" and mask.keep is None:
         return None
     if mask.only_ahead:
-        # The same for every layer and every step.
         return _mask_of_slots(mask.ahead, call.queries, call.keys, call.device)
     per_row = mask.rule == "positions" or (mask.keep is not None and len(mask.keep) > 1)
     per_head = mask.keep is not None and mask.keep.shape[1] > 1
@@ -157,9 +159,11 @@ def _block_mask(call: Call) -> BlockMask | None:
     return _layout(_visible(call), batch, heads, (call.queries, call.keys), call.device)
 
 
-@functools.lru_cache(maxsize=32)
 def _mask_of_slots(ahead: int, length: int, keys: int, device: torch.device) -> BlockMask:
-    return _layout(lambda b, h, i, j: j <= i + ahead, None, None, (length, keys), device)
+    def lay_out() -> BlockMask:
+        return _layout(lambda b, h, i, j: j <= i + ahead, None, None, (length, keys), device)
+
+    return _MASKS.get((ahead, length, keys, device), lay_out, device)
 
 
 def _layout(

@@ -9,7 +9,7 @@ import functools
 import importlib.util
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hf_posenc.attention.call import FEWEST_QUERIES, Call, Executor
 from hf_posenc.attention.dense import Dense
+from hf_posenc.attention.once import Once
 from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Bias, KeyScan
 
@@ -29,7 +30,7 @@ _ROWS = 128
 # multiply float32 with 10 bits.
 _TOLERANCE = {8: 1e-6, 4: 5e-3, 2: 5e-2}
 _COMPARED = ("output", "gradient of q", "gradient of k", "gradient of v")
-_RESULTS: dict[Hashable, bool] = {}
+_PASSED: Once[bool] = Once()
 
 
 @functools.cache
@@ -66,20 +67,22 @@ class CompiledExecutor(Executor):
         of_scheme = (type(call.scheme), repr(call.scheme.options()))
         masked = (call.mask.rule, call.mask.keep is None)
         shape = (call.q.dtype, call.device, call.q.shape[-1], call.queries < _ROWS)
-        kind = (self.name, self.form(call), *of_scheme, *shape, *masked, torch.is_grad_enabled())
-        if kind not in _RESULTS:
-            problem = _difference(self, call)
-            _RESULTS[kind] = problem is None
-            if problem is not None:
-                warnings.warn(
-                    f"The {self.name} kernel for {type(call.scheme).__name__} {problem} on {call.device}. Attention "
-                    "goes by blocks instead, which is slower. Please report this, and your torch and triton versions.",
-                    stacklevel=2,
-                )
-        return _RESULTS[kind]
+        learns = torch.is_grad_enabled()
+        kind = (self.name, self.form(call), *of_scheme, *shape, *masked, learns)
+        return _PASSED.get(kind, lambda: self._passes(call, learns), call.device)
+
+    def _passes(self, call: Call, learns: bool) -> bool:
+        problem = _difference(self, call, learns)
+        if problem is not None:
+            warnings.warn(
+                f"The {self.name} kernel for {type(call.scheme).__name__} {problem} on {call.device}. Attention goes "
+                "by blocks instead, which is slower. Please report this, and your torch and triton versions.",
+                stacklevel=1,
+            )
+        return problem is None
 
 
-def _difference(executor: Executor, call: Call) -> str | None:
+def _difference(executor: Executor, call: Call, learns: bool) -> str | None:
     """Return what is wrong with an executor, as the rest of a sentence."""
     part = call.part(max(0, call.queries - _ROWS), call.queries, call.keys)
     # Copies have no part in the caller's graph.
@@ -88,9 +91,9 @@ def _difference(executor: Executor, call: Call) -> str | None:
     rows = torch.ones((), device=call.device) if seen is None else seen.any(-1, keepdim=True)
     random = torch.Generator().manual_seed(0)
     weight = torch.randn(part.q.shape, generator=random, device="cpu").to(part.q) * rows
-    want = _results(Dense().run, part, weight)
+    want = _results(Dense().run, part, weight, learns)
     try:
-        got = _results(executor.run, part, weight)
+        got = _results(executor.run, part, weight, learns)
     except Exception as error:  # a compiler may raise anything
         return f"does not run ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     tolerance = _TOLERANCE[call.q.element_size()]
@@ -101,10 +104,12 @@ def _difference(executor: Executor, call: Call) -> str | None:
     return None
 
 
-def _results(run: Callable[[Call], tuple[Tensor, Tensor | None]], call: Call, weight: Tensor) -> list[Tensor]:
+def _results(
+    run: Callable[[Call], tuple[Tensor, Tensor | None]], call: Call, weight: Tensor, learns: bool
+) -> list[Tensor]:
     """Return the output and, where the caller wants any, the gradients."""
-    learns = torch.is_grad_enabled()
-    leaves = [x.requires_grad_(learns) for x in (call.q.detach(), call.k.detach(), call.v.detach())]
-    output, _ = run(replace(call, q=leaves[0], k=leaves[1], v=leaves[2]))
+    leaves = [x.detach().requires_grad_(learns) for x in (call.q, call.k, call.v)]
+    with torch.set_grad_enabled(learns):
+        output, _ = run(replace(call, q=leaves[0], k=leaves[1], v=leaves[2]))
     grads = torch.autograd.grad(output, leaves, weight) if learns else ()
     return [output.detach() * weight.ne(0), *grads]

@@ -1,0 +1,41 @@
+"""What is found out on first use, and kept: the same, whoever comes first."""
+
+import threading
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+class Once(Generic[Result]):
+    """Results by key, each found once, in a thread of its own.
+
+    torch keeps its modes per thread: hooks on saved tensors (gradient checkpointing counts them), inference mode,
+    autocast, transforms, fake tensors, a default device. So none of the caller's modes reaches what is found, and
+    tensors in it serve any later caller.
+
+    Args:
+        size: Number of results to keep, the newest; `None` keeps all.
+    """
+
+    def __init__(self, size: int | None = None) -> None:
+        self._size, self._found, self._lock = size, dict[Hashable, Result](), threading.Lock()
+
+    def get(self, key: Hashable, find: Callable[[], Result], device: torch.device | None = None) -> Result:
+        """Return the result of a key; `find` is called if there is none, on the caller's stream of a device."""
+        with self._lock:
+            if key not in self._found:
+                stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
+
+                def run() -> Result:
+                    with torch.cuda.stream(stream):  # type: ignore[arg-type]  # None is allowed, and does nothing
+                        return find()
+
+                with ThreadPoolExecutor(1) as pool:
+                    self._found[key] = pool.submit(run).result()
+                if self._size is not None and len(self._found) > self._size:
+                    del self._found[next(iter(self._found))]
+            return self._found[key]
