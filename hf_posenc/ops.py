@@ -4,14 +4,20 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 # The channels of a pair: (i, i + d / 2), as in transformers' Llama, or (2i, 2i + 1), as in GPT-J and Meta's Llama.
 Layout = Literal["half", "interleaved"]
 
 
 def transformed() -> bool:
-    """Whether a transform of `torch.func` (`grad`, `vmap`, ...) is active; none can use a backward pass of our own."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    """Whether a transform of `torch.func` (`grad`, `vmap`, ...) or a derivative in forward mode is active.
+
+    None of these can use a backward pass of our own.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def placed(constant: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

@@ -289,13 +289,6 @@ def test_gradients_where_planes_turn_alike(spectrum: str, mixed: bool, layout: A
         torch.testing.assert_close(one.double() / size, other.double() / size, **tight)
 
 
-def test_a_second_derivative_is_refused() -> None:
-    scheme, q = moved(build("liere", geometry()), 1.0), heads(1, 4, 3, 16).requires_grad_()
-    first = torch.autograd.grad(project(scheme, q, q, torch.arange(3)).q.square().sum(), q, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
-
-
 # -- without gradients -------------------------------------------------------------------------------------------------
 
 

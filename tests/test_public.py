@@ -113,7 +113,7 @@ def test_every_scheme_documents_itself() -> None:
 # Each storey may import those below it, and itself. A scheme knows no architecture; an architecture names no scheme.
 ROOMS = [
     ("hf_posenc.errors",),
-    ("hf_posenc.structures", "hf_posenc.operands", "hf_posenc.ops"),
+    ("hf_posenc.structures", "hf_posenc.operands", "hf_posenc.ops", "hf_posenc.derivatives"),
     ("hf_posenc.scheme", "hf_posenc.composition", "hf_posenc.coordinates"),
     ("hf_posenc.registry", "hf_posenc.attention", "hf_posenc.schemes.families"),
     ("hf_posenc.schemes",),

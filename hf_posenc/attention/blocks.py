@@ -6,12 +6,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from hf_posenc.attention.call import Call, Executor, Index, Rows
 from hf_posenc.attention.dense import all_rows
+from hf_posenc.derivatives import first_order
 from hf_posenc.scheme import Scheme
 
 Result = TypeVar("Result")
@@ -29,10 +29,7 @@ _LOGITS_ON_DEVICE = 2**25
 
 
 class Blocks(Executor):
-    """Blocks of query rows. The forward pass keeps the operands only, and no tensor of size Q x K.
-
-    Gradients of gradients are not available; take the dense executor for those.
-    """
+    """Blocks of query rows. The forward pass keeps the operands only, and no tensor of size Q x K."""
 
     name = "blocks"
 
@@ -123,7 +120,7 @@ class _ByBlocks(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan: BlockPlan = ctx.plan
         return with_parameters(plan.call.scheme, plan.parameters, lambda: _ByBlocks.gradients(ctx, grad))

@@ -8,8 +8,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 
-from hf_posenc.attention.blocks import Blocks
+from hf_posenc.attention.blocks import Blocks, with_parameters
 from hf_posenc.attention.call import Call, Executor
 from hf_posenc.attention.cpu.fused import Fused
 from hf_posenc.attention.cpu.locality import Local
@@ -18,6 +19,7 @@ from hf_posenc.attention.gpu.flex import Flex
 from hf_posenc.attention.gpu.kernels import Triton
 from hf_posenc.attention.mask import Mask, from_tensor, slots_tell_distances
 from hf_posenc.attention.sdpa import Sdpa
+from hf_posenc.derivatives import differentiable
 from hf_posenc.errors import DirectionError, OptionError, PositionError, ShapeError
 from hf_posenc.operands import Positions, Tokens, check_coords
 from hf_posenc.ops import transformed
@@ -50,11 +52,10 @@ def executors(scheme: Scheme, device: torch.device | None = None) -> tuple[str, 
 def choose(call: Call) -> Executor:
     """Return the executor that runs a call."""
     *others, reference = EXECUTORS
-    if call.need_weights:
+    if call.need_weights or transformed():
         return reference
-    traced = torch.compiler.is_compiling() or transformed()
     for executor in others:
-        if (executor.traces or not traced) and executor.takes(call):
+        if (executor.traces or not torch.compiler.is_compiling()) and executor.takes(call):
             return executor
     return reference
 
@@ -65,7 +66,7 @@ def run(call: Call, *, executor: str | None = None) -> tuple[Tensor, Tensor | No
     Args:
         call: The call.
         executor: Name of the executor; `None` chooses. A kernel that does not compute this call leaves it to the
-            blocks.
+            blocks, and transforms of `torch.func` take the dense one.
 
     Returns:
         The output `[B, H, Q, D]`; the weights `[B, H, Q, K]` if the call needs them, else `None`.
@@ -76,12 +77,14 @@ def run(call: Call, *, executor: str | None = None) -> tuple[Tensor, Tensor | No
     """
     if call.scheme.geometry.causal and "bidirectional" not in call.scheme.directions:
         _check_direction(call)
-    used = choose(call) if executor is None else _named(executor, call)
+    used = choose(call) if executor is None or transformed() else _named(executor, call)
     # A context variable would break a graph that is being compiled.
     record = None if torch.compiler.is_compiling() else _RECORD.get()
     if record is not None:
         record.append(used.describe(call))
     output, weights = used.run(call)
+    if used is not EXECUTORS[-1] and output.requires_grad:
+        output = _differentiable(output, call)
     return output, weights if call.need_weights else None
 
 
@@ -92,6 +95,30 @@ def _check_direction(call: Call) -> None:
             f"Got a mask that lets a query see keys at later positions; {call.scheme.name} is defined for keys up to "
             "the query's own. Use a causal mask, or another scheme."
         )
+
+
+def _differentiable(output: Tensor, call: Call) -> Tensor:
+    """Return the output of a call, with the derivatives of the dense form where a graph of gradients is asked for."""
+    outline, own, masks = call.outline(), tuple(call.scheme.parameters()), ()
+    if call.mask.bias is not None and call.mask.learns:
+        masks = (call.mask.bias,)
+    operands = (*call.operands(), *masks)
+    count, lent, device = len(operands), slice(len(operands), len(operands) + len(own)), call.device.type
+    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+
+    def dense(*tensors: Tensor) -> tuple[Tensor]:
+        if outline.dropout:
+            raise OptionError(
+                "Got a second derivative of attention with dropout, whose random numbers are gone; expected none. Set "
+                "the dropout of attention to 0, or put the model in eval mode."
+            )
+        given = outline.with_operands(tensors[: count - len(masks)])
+        if masks:
+            given = replace(given, mask=replace(given.mask, bias=tensors[count - 1]))
+        with torch.autocast(device, dtype=dtype, enabled=enabled):
+            return (with_parameters(given.scheme, tensors[lent], lambda: EXECUTORS[-1].run(given)[0]),)
+
+    return differentiable(output, dense, operands, (*own, *call.parameters))
 
 
 def _named(name: str, call: Call) -> Executor:
@@ -173,6 +200,11 @@ def attend(
         if not isinstance(tensor, Tensor) and not (name in optional and tensor is None):
             kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}".removeprefix("builtins.")
             raise ShapeError(f"Got {name} of type {kind}; expected a torch.Tensor{' or None' * (name in optional)}.")
+        if tensor is not None and (tensor.is_meta or tensor.layout != torch.strided):
+            what = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
+            raise ShapeError(f"Got {name} {what}; expected a dense tensor that has numbers.")
+    if not torch.compiler.is_compiling() and detect_fake_mode((*given.values(), *optional.values())) is not None:
+        raise ShapeError("Got fake tensors, or a mode that makes them; expected tensors that have numbers.")
     _check_shapes(scheme, given, hidden)
     if executor is not None and executor not in executors(scheme, q.device):
         available = ", ".join(executors(scheme, q.device))

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_posenc.attention.call import FEWEST_QUERIES, Call, Executor
+from hf_posenc.derivatives import ending
 from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Folded
 
@@ -58,6 +59,8 @@ class Sdpa(Executor):
             else:
                 low = q.new_full((), float("-inf"))
                 mask = bias.to(q.dtype) if keep is None else bias.to(q.dtype).where(keep, low)
+        if not torch.compiler.is_compiling():
+            q, k, v, mask = (x if x is None else ending(x) for x in (q, k, v, mask))
         output = F.scaled_dot_product_attention(
             q,
             k,

@@ -73,7 +73,7 @@ class KERPLE(DistanceBias):
         a = _bounded(self.bias_a, None).to(n)[:, None]
         if self.kernel == "log":
             return -_bounded(self.bias_p, None).to(n)[:, None] * torch.log1p(a * n)
-        return -a * n ** _bounded(self.bias_p, _LARGEST_EXPONENT).to(n)[:, None]
+        return -a * _power(n, _bounded(self.bias_p, _LARGEST_EXPONENT).to(n)[:, None])
 
     def added(self) -> Bias | None:
         # A factor on logits is not a bias.
@@ -83,12 +83,17 @@ class KERPLE(DistanceBias):
         if self.wei_a is not None and self.wei_p is not None:
             n = block.distance().abs().to(logits)[:, None]
             a = _bounded(self.wei_a, None).to(logits)[:, None, None]
-            decay = (-a * n ** _bounded(self.wei_p, _LARGEST_EXPONENT).to(logits)[:, None, None]).exp()
+            decay = (-a * _power(n, _bounded(self.wei_p, _LARGEST_EXPONENT).to(logits)[:, None, None])).exp()
             if self.gate_weight is not None:
                 # A closed gate leaves the logits unchanged.
                 decay = torch.lerp(torch.ones_like(decay), decay, self.gate_weight.to(logits)[:, None, None])
             logits = logits * decay
         return super().score(logits, q, k, block)
+
+
+def _power(n: Tensor, exponent: Tensor) -> Tensor:
+    """Return distances to a power above 0, which is 0 at 0: torch's second derivative of that is NaN."""
+    return (n.masked_fill(n == 0, 1) ** exponent).masked_fill(n == 0, 0)
 
 
 def _bounded(parameter: Tensor, largest: float | None) -> Tensor:

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hf_posenc.attention.call import FEWEST_QUERIES, Call, Executor
 from hf_posenc.attention.cpu import kernel
 from hf_posenc.attention.cpu.biases import LEAST, NATS, AnyBias, BlockBias, KeysBias, parts_of
 from hf_posenc.attention.cpu.distances import PiecewiseBias, TableBias
 from hf_posenc.attention.cpu.products import ProductsBias
+from hf_posenc.derivatives import first_order
 from hf_posenc.ops import grouped_matmul
 from hf_posenc.scheme import Scheme
 from hf_posenc.structures import ContentBias, DistanceTable, KeyBias, PiecewiseLinear
@@ -99,7 +99,7 @@ class _Fused(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, output, lse, *inputs = ctx.saved_tensors  # gradient checkpointing gives them once
         wanted = ctx.needs_input_grad[5:]

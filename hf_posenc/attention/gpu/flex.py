@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.gpu.trial import CompiledExecutor
 from hf_posenc.attention.once import Once
+from hf_posenc.derivatives import ending
 from hf_posenc.scheme import Scheme
 from hf_posenc.structures import Bias, DistanceTable, KeyBias, PiecewiseLinear
 
@@ -68,8 +69,9 @@ class Flex(CompiledExecutor):
                 assert isinstance(added, (DistanceTable, PiecewiseLinear))
                 inputs, run = _of_table(added, call), _compiled(_add_of_table, device)
             # torch 2.13 drops the gradients of captured tensors that are views.
-            captured = [x.clone() if x.requires_grad else x for x in inputs]
-            return run(call.q, call.k, call.v, _block_mask(call), call.scale, *captured), None
+            captured = [ending(x).clone() if x.requires_grad else x for x in inputs]
+            q, k, v = map(ending, (call.q, call.k, call.v))
+            return run(q, k, v, _block_mask(call), call.scale, *captured), None
 
 
 @functools.cache

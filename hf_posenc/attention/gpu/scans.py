@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.gpu import tiles
@@ -29,6 +28,7 @@ from hf_posenc.attention.gpu.tiles import (
     store_rows,
     two_sum,
 )
+from hf_posenc.derivatives import first_order
 from hf_posenc.structures import GateCount, Stick
 
 # The logarithm of what is next to nothing: float32 does not see it among weights that sum to one.
@@ -169,7 +169,7 @@ class _BreakStick(torch.autograd.Function):
         return out, rest
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor, of_rest: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bias, left, rest, first_taking = ctx.saved_tensors
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -365,7 +365,7 @@ class _CountGates(torch.autograd.Function):
         return out.to(q.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, gate_q, gate_k, bias, out, lse, counted, first_near = ctx.saved_tensors
         dq, dgate_q = (torch.empty_like(q, memory_format=torch.contiguous_format) for _ in range(2))

@@ -4,17 +4,18 @@ Letters in addition to those of `hf_posenc.operands`: m blocks of b channels, P 
 turned channels. Within a block, plane i is the pair (2i, 2i + 1).
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from hf_posenc.errors import ExportError, OptionError
+from hf_posenc.derivatives import differentiable, first_order
+from hf_posenc.errors import ExportError
 from hf_posenc.operands import Geometry, Projection, Tokens
-from hf_posenc.ops import Layout, placed, rotate_halves, transformed
+from hf_posenc.ops import Layout, placed, rotate_halves, rotate_neighbours, transformed
 from hf_posenc.schemes.families.rotary import Turning
 from hf_posenc.structures import Rotation
 
@@ -36,11 +37,13 @@ class Planes:
         frequencies: Frequencies of the planes, `[G, m, b / 2]`, falling and, up to rounding, not negative.
         basis: The axes as one matrix for all W channels, `[G, W, W]`: rows are channels, columns all first axes, then
             all second axes. Channels outside of blocks are planes of their own, at the end.
+        layout: Pairing of channels.
     """
 
     axes: Tensor
     frequencies: Tensor
     basis: Tensor
+    layout: Layout
 
 
 def find_planes(generators: Tensor, width: int, layout: Layout) -> Planes:
@@ -59,7 +62,7 @@ def find_planes(generators: Tensor, width: int, layout: Layout) -> Planes:
     axes = torch.where(sizes.diagonal(dim1=-2, dim2=-1)[..., None, :] < 0, -axes, axes)
     turned = axes.mT @ generators @ axes
     frequencies = turned.diagonal(offset=-1, dim1=-2, dim2=-1)[..., ::2]
-    return Planes(axes, frequencies, _basis(axes, width, layout))
+    return Planes(axes, frequencies, _basis(axes, width, layout), layout)
 
 
 def _basis(axes: Tensor, width: int, layout: Layout) -> Tensor:
@@ -95,15 +98,25 @@ def rotate(x: Tensor, generators: Tensor, times: Tensor, planes: Planes, cos: Te
             `[B|1, G, S, P]`.
         sin: Sine of the same angles, times the same factor.
     """
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    plain = functools.partial(_exponential, planes.layout)
     if transformed():
-        raise OptionError(
-            "Rotations of blocks have a backward pass of their own, which torch.func cannot transform (grad, vmap, "
-            "jacrev, ...). Take gradients with backward() or torch.autograd.grad."
-        )
-    result: Tensor = _Rotate.apply(  # type: ignore[no-untyped-call]
-        x, generators, times, planes, planes.basis.to(x.dtype)[:, None], cos[:, :, None], sin[:, :, None]
-    )
-    return result
+        return plain(x, generators, times, cos, sin)[0]
+    basis = planes.basis.to(x.dtype)[:, None]
+    result: Tensor = _Rotate.apply(x, generators, times, planes, basis, cos, sin)  # type: ignore[no-untyped-call]
+    return differentiable(result, plain, (x, generators, times, cos, sin), ())
+
+
+def _exponential(
+    layout: Layout, x: Tensor, generators: Tensor, times: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor]:
+    """Return `exp(t A) x` by matrix exponentials, which have all derivatives; channels outside of blocks are turned."""
+    rotations = torch.matrix_exp(times[:, :, None, :, None, None] * generators).to(x.dtype)
+    split = generators.shape[1] * generators.shape[2] // 2
+    still = torch.hypot(cos[..., :split], sin[..., :split])  # the factor on the result
+    cos, sin = torch.cat((still, cos[..., split:]), dim=-1), torch.cat((still * 0, sin[..., split:]), dim=-1)
+    turn = rotate_halves if layout == "half" else rotate_neighbours
+    return (turn(rotate_blocks(x, rotations, layout), cos.detach(), sin.detach()),)
 
 
 class _Rotate(torch.autograd.Function):
@@ -117,7 +130,7 @@ class _Rotate(torch.autograd.Function):
         return rotate_halves(inner, cos, sin) @ basis.mT
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inner, times, basis, cos, sin = ctx.saved_tensors
         grad_inner = grad @ basis
@@ -307,7 +320,7 @@ class BlockRotary(Turning):
 
         A traced graph cannot compare, and finds them each time.
         """
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed():
             return find_planes(generators, self._width, self.layout)
         known = self._known
         if known is None or known[0].device != generators.device or not torch.equal(known[0], generators):
