@@ -189,6 +189,15 @@ def coordinates_of(positions: Tensor, coords: Tensor | None, axes: int, dtype: t
     return coords.to(dtype)
 
 
+def check_tensor(name: str, value: object, *, optional: bool = False) -> None:
+    """Raise `ShapeError`, which names the argument, if a value is no dense tensor."""
+    dense = isinstance(value, Tensor) and value.layout == torch.strided
+    if not dense and not (optional and value is None):
+        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        kind = str(value.layout) if isinstance(value, Tensor) else kind
+        raise ShapeError(f"Got {name} of type {kind}; expected a torch.Tensor{' or None' * optional}.")
+
+
 def check_coords(
     coords: Tensor, axes: set[int], batch: int, length: int, device: torch.device, name: str = "position_coords"
 ) -> Tensor:
@@ -198,6 +207,7 @@ def check_coords(
     read (0 stands for a scheme that reads none).
     """
     wanted = axes - {0}
+    check_tensor(name, coords)
     if not wanted:
         raise PositionError(
             f"Got {name}, but no scheme here reads coordinates. Leave them out, or take a scheme that has the option "

@@ -18,15 +18,13 @@ from torch.overrides import TorchFunctionMode
 from hf_posenc.composition import Composite, compose
 from hf_posenc.errors import DirectionError, OptionError, UnknownSchemeError, shown, suggest
 from hf_posenc.operands import LARGEST_COUNT, LARGEST_NUMBER, SMALLEST_NUMBER, Geometry, is_count, is_number
-from hf_posenc.scheme import Scheme, option_names
+from hf_posenc.scheme import Direction, Scheme, option_names
 
 # The largest number of elements in one tensor of a scheme: 4 GiB in float32.
 _LARGEST_TENSOR = 2**30
 # The option of every scheme that none has to declare.
 _WINDOW = "window"
 _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
-
-Direction = Literal["causal", "bidirectional"]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ See `hf_posenc.operands` for the letters in shape comments.
 import inspect
 from abc import ABCMeta
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from hf_posenc.ops import grouped_matmul, softmax_of_seen
 from hf_posenc.structures import Adaptation, Bias, Equivalent, Folded, KeyScan, Locality, Nothing, Picture
 
 Result = TypeVar("Result")
+Direction = Literal["causal", "bidirectional"]
 
 # The part of the model that each seam changes, for messages.
 _CHANGED = {
@@ -66,7 +67,7 @@ class Scheme(nn.Module, metaclass=_Started):
     # The registered name.
     name: ClassVar[str] = ""
     # The registered directions of attention.
-    directions: ClassVar[tuple[str, ...]] = ("causal", "bidirectional")
+    directions: ClassVar[tuple[Direction, ...]] = ("causal", "bidirectional")
     # The kind of native encoding that this scheme can reproduce ("rotary", "learned", "t5"), if any.
     reproduces: ClassVar[str | None] = None
     # Options that make the start a no-op when the native encoding is kept, exactly or within `start_tolerance`; None if

@@ -17,7 +17,15 @@ from hf_posenc.errors import ArchitectureError
 from hf_posenc.operands import Block, Geometry, NativeTable
 from hf_posenc.patches.architecture import embedding_rms, weight_of
 from hf_posenc.patches.cache import cache_of, self_attention
-from hf_posenc.patches.context import Context, same_sequence, sequences
+from hf_posenc.patches.context import (
+    Context,
+    counted_within,
+    real_tokens,
+    refuse_samples,
+    same_sequence,
+    sequences,
+    stated_samples,
+)
 from hf_posenc.patches.family import Family, classes_of, register_family
 from hf_posenc.patches.seams import CONTEXT, COORDS, LayerCall, PosencAttention, PosencBody, tokens_in
 from hf_posenc.patches.surgery import is_patched
@@ -70,26 +78,41 @@ class BucketBody(PosencBody):
         return call.get("decoder_position_ids" if self.is_decoder else "position_ids")
 
     def prepare(self, call: dict[str, Any]) -> dict[str, Any]:
+        if self.config.is_encoder_decoder:
+            refuse_samples(call, "expected position_ids and decoder_position_ids, or masks of numbers, for two stacks.")
         if self.is_decoder:
             call.pop(COORDS, None)
         return super().prepare(call)
 
     def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
-        encoder, decoder = call.pop("position_ids", None), call.pop("decoder_position_ids", None)
-        if (
-            self.is_decoder
-            and encoder is not None
-            and decoder is not None
-            and call.get("encoder_attention_mask") is None
-        ):
-            own, others = context.packed, sequences(encoder)
-            if own is not None and others is not None:
-                call["encoder_attention_mask"] = same_sequence(own, others, causal=False, float_dtype=self.mask_dtype())
+        encoder, mask = call.pop("position_ids", None), call.get("encoder_attention_mask")
+        call.pop("decoder_position_ids", None)
+        if self.is_decoder and context.packed is not None and (mask is None or mask.ndim == 2):
+            others = numbers_of(encoder, mask)
+            if others is not None:
+                call["encoder_attention_mask"] = same_sequence(
+                    context.packed, others, causal=False, float_dtype=self.mask_dtype()
+                )
         first, *rest = [block.layer[0].SelfAttention for block in self.block]
         # Unpatched layers wait for the matrix that the first layer hands sideways.
         passes = is_patched(first) and any(not is_patched(attention) for attention in rest)
         context = replace(context, passes_native_bias=passes, native_strength=self.posenc_strengths.native)
         return call | {CONTEXT: with_native_score(context, first)}
+
+
+def numbers_of(positions: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """Return the numbers of the samples that are packed in the encoder, as `sequences` does."""
+    given = mask if positions is None else positions
+    if given is None:
+        return None
+    batch, length = given.shape
+    stated = stated_samples({}, mask, 0, batch if mask is None else len(mask), length, given.device)
+    if positions is None and not stated:
+        return None
+    real = real_tokens(mask, 0, length)
+    if positions is None:
+        positions = counted_within(stated["attention_mask"], real)
+    return sequences(positions, real, stated)
 
 
 def with_native_score(context: Context, owner: Any) -> Context:

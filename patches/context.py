@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import PositionError, ShapeError
-from hf_posenc.operands import Block
+from hf_posenc.errors import CacheError, PositionError, ShapeError
+from hf_posenc.operands import LARGEST_COUNT, Block, check_tensor
 from hf_posenc.patches.record import FULL, Strengths
 from hf_posenc.scheme import Scheme
 
@@ -25,6 +25,10 @@ class _Disabled(threading.local):
 
 
 DISABLED = _Disabled()
+
+# Keywords of transformers that say where packed samples begin: ends, numbers, and the lengths of the longest.
+_ENDS, _NUMBERS = ("cu_seq_lens_q", "cu_seq_lens_k"), "seq_idx"
+STARTS = (*_ENDS, _NUMBERS, "max_length_q", "max_length_k")
 
 
 class Mixin:
@@ -83,8 +87,8 @@ class Context:
         passes_native_bias: Whether the first layer must compute that encoding for unpatched layers after it.
         carried: State that the layers of each group hand on, by group; filled between layers, never inside one.
         ruled: Whether padding and the order of tokens say all about which keys a causal layer sees, windows aside.
-        packed: Numbers of the packed sequences that the new tokens belong to, int64 `[B|1, S]`; `None` if each row is
-            one sequence.
+        packed: Numbers of the packed sequences that the new tokens belong to, int64 `[B|1, S]`, 0 at padding; `None` if
+            each row is one sequence.
         dense: Whether the dense reference runs, which gives weights.
     """
 
@@ -118,28 +122,80 @@ class Context:
         return replace(self, positions=moved(self.positions), coords=coords, real=real, native_rotation=rotation)
 
 
-def check_mask(mask: Tensor | None) -> None:
-    """Raise if the values of an attention mask contradict its kind; transformers accepts such masks silently.
+def check_tensors(call: Mapping[str, Any]) -> None:
+    """Raise if an argument of a forward that holds numbers for each token is of a wrong type.
 
-    Only floating masks are read, and none while a graph is traced.
+    A dict of masks has one for each type of layer.
 
     Raises:
-        ShapeError: A 2-D mask is to be added, a 4-D one is not, or one holds NaN.
+        ShapeError: It is no dense tensor.
+        PositionError: Positions are no integers.
     """
-    if mask is None or not mask.is_floating_point() or torch.compiler.is_compiling():
+    for name, value in call.items():
+        if not (name.endswith(("_ids", "_mask", "_embeds")) or name in (*_ENDS, _NUMBERS)):
+            continue
+        for each in value.values() if name.endswith("_mask") and isinstance(value, Mapping) else (value,):
+            check_tensor(name, each, optional=True)
+        counts = not isinstance(value, Tensor) or not (
+            value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
+        )
+        if name.endswith("position_ids") and not counts:
+            raise PositionError(f"Got {name} of dtype {value.dtype}; expected int64.")
+
+
+def check_mask(mask: Tensor | None) -> None:
+    """Raise if the shape or the values of an attention mask contradict its kind; transformers accepts some silently.
+
+    Values are not read while a graph is traced.
+
+    Raises:
+        ShapeError: It is neither 2-D nor 4-D. A 2-D mask is to be added, a 4-D one is not, or one holds other numbers
+            than a mask of its dtype does.
+    """
+    if mask is None:
+        return
+    if mask.ndim not in (2, 4) or mask.is_complex():
+        raise ShapeError(
+            f"Got an attention_mask of {mask.dtype} and shape {list(mask.shape)}; expected [batch, tokens], with 0 for "
+            "padding, or [batch, 1, queries, keys] of bool or float."
+        )
+    if mask.dtype == torch.bool or torch.compiler.is_compiling():
         return
     zeros_and_ones = (mask == 0) | (mask == 1)
-    if mask.ndim == 2 and not bool(zeros_and_ones.all()):
+    if mask.ndim == 2 and (bool((mask < 0).any()) or (mask.is_floating_point() and not bool(zeros_and_ones.all()))):
         raise ShapeError(
-            "Got a 2-D attention_mask with other values than 0 and 1; expected 1 for a token and 0 for padding. Pass "
-            "masks that are added to logits in 4-D: [batch, 1, queries, keys]."
+            "Got a 2-D attention_mask with other values than 0 and 1; expected 1 for a token and 0 for padding, or "
+            "integers that number packed samples from 1 on. Pass masks that are added to logits in 4-D: [batch, 1, "
+            "queries, keys]."
         )
-    if mask.ndim == 4 and bool(mask.isnan().any()):
-        raise ShapeError("Got an attention_mask with NaN in it; expected 0 where a key may be seen, -inf where not.")
-    if mask.ndim == 4 and bool((mask == 1).any()) and bool(zeros_and_ones.all()):
+    if mask.ndim == 4 and not mask.is_floating_point() and not bool(zeros_and_ones.all()):
+        raise ShapeError(
+            f"Got a 4-D attention_mask of {mask.dtype} with other values than 0 and 1; expected bool (True may be "
+            "seen), or floats that are added to the logits."
+        )
+    if mask.ndim == 4 and bool((mask.isnan() | (mask == torch.inf)).any()):
+        raise ShapeError(
+            "Got an attention_mask with NaN in it, or +inf; expected 0 where a key may be seen, -inf where not."
+        )
+    if mask.ndim == 4 and mask.is_floating_point() and bool((mask == 1).any()) and bool(zeros_and_ones.all()):
         raise ShapeError(
             "Got a 4-D attention_mask of floating zeros and ones, which would be added to logits and hide nothing. "
             "Pass it as bool (True may be seen), or with 0 and -inf."
+        )
+
+
+def check_length(mask: Tensor | None, past: int | Tensor, batch: int, length: int, *, counts: bool) -> None:
+    """Raise `PositionError` unless a 2-D mask has an entry for each token, in the cache or new.
+
+    How much a static cache holds is read only if the mask `counts` tokens: else the device would wait for nothing.
+    """
+    if mask is None or mask.ndim != 2 or not (isinstance(past, int) or (counts and not torch.compiler.is_compiling())):
+        return
+    first = int(past)
+    if mask.shape[0] != batch or mask.shape[1] < first + length:
+        raise PositionError(
+            f"Got an attention_mask of shape {list(mask.shape)}; expected [{batch}, {first + length}]: one entry for "
+            f"each of the {first} tokens in the cache and the {length} new ones."
         )
 
 
@@ -155,28 +211,114 @@ def real_tokens(mask: Tensor | None, past: int | Tensor, length: int) -> Tensor 
     return None if not torch.compiler.is_compiling() and bool(real.all()) else real
 
 
-def sequences(positions: Tensor, real: Tensor | None = None) -> Tensor | None:
-    """Number the sequences that are packed into each row, int64 `[B|1, S]`; `None` if every row is one sequence.
+# -- packed rows -----------------------------------------------------------------------------------------------------
 
-    A sequence begins where positions `[B|1, S]` do not grow. (A jump ahead, as in position skipping, begins none,
-    although transformers takes it for a boundary.) While a graph is traced, one sequence is numbered, too. The mask of
-    `real` tokens is bool `[B|1, S]`; `None` means all.
+
+def stated_samples(
+    call: dict[str, Any], mask: Tensor | None, past: int | Tensor, batch: int, length: int, device: torch.device
+) -> dict[str, Tensor]:
+    """Take what says where packed samples begin out of the arguments of a forward.
+
+    That is `cu_seq_lens_q` and `cu_seq_lens_k`, ends of samples for kernels that read no mask; `seq_idx`, numbers from
+    0 on; or a 2-D `mask` of numbers from 1 on, of which a traced graph does not tell.
+
+    Returns:
+        The numbers of samples by each argument, which never fall within a row, int64 `[B, S]`.
 
     Raises:
-        PositionError: Packed rows are padded, too. A traced graph does not tell.
+        PositionError: An argument does not fit the inputs.
+        CacheError: Tokens are in the cache already.
     """
-    restarts = positions[:, 1:] <= positions[:, :-1]
-    if not torch.compiler.is_compiling():
-        if real is not None:
-            restarts = restarts & real[:, 1:] & real[:, :-1]
-        if not bool(restarts.any()):
-            return None
-        if real is not None:
+    given = {name: call.pop(name, None) for name in STARTS}
+    found, traced = {}, torch.compiler.is_compiling()
+    for name, ends in given.items():
+        if ends is None or name not in _ENDS:
+            continue  # Lengths of the longest say nothing more.
+        numbers = torch.bucketize(torch.arange(batch * length, device=device), ends.to(device)[1:], right=True)
+        found[name] = numbers = numbers.view(batch, length)
+        whole = ends.ndim == 1 and len(ends) > 1 and not ends.is_floating_point()
+        if not traced and whole:
+            whole = int(ends[0]) == 0 and int(ends[-1]) == batch * length and bool((ends.diff() >= 0).all())
+            whole = whole and not bool((numbers[1:, 0] == numbers[:-1, -1]).any())
+        if not whole:
             raise PositionError(
-                "Got position_ids that start again inside of rows that have padding; a row is padded or packed. Leave "
-                "the padding out, or give a 4-D attention_mask."
+                f"Got {name} of shape {list(ends.shape)} that do not fit {batch} rows of {length} tokens; expected the "
+                f"ends of all samples, from 0 to {batch * length}, and none that goes on in the next row."
             )
-    return torch.nn.functional.pad(restarts.long().cumsum(-1), (1, 0))
+    if given[_NUMBERS] is not None:
+        found[_NUMBERS] = given[_NUMBERS].to(device)
+    numbered = mask is not None and mask.ndim == 2 and not mask.is_floating_point() and mask.dtype != torch.bool
+    if numbered and not traced and bool(_starts(mask, mask != 0, torch.ne).any()):
+        found["attention_mask"] = mask[:, :length].to(device)
+    for name, numbers in found.items():
+        if not traced and bool(past != 0):
+            raise CacheError(
+                f"Got {name} with packed samples, and {int(past)} tokens are in the cache. Use a row for each sample."
+            )
+        real = None if mask is None or mask.ndim != 2 or traced else mask[:, :length].to(device) != 0
+        if list(numbers.shape) != [batch, length] or numbers.is_floating_point() or numbers.dtype == torch.bool:
+            raise PositionError(
+                f"Got {name} of shape {list(numbers.shape)} and dtype {numbers.dtype}; expected integers [{batch}, "
+                f"{length}], the number of the sample of each token."
+            )
+        if not traced and bool(_starts(numbers, real, torch.lt).any()):
+            raise PositionError(f"Got {name} with numbers of samples that fall within a row; expected them to rise.")
+    return {name: numbers.long() for name, numbers in found.items()}
+
+
+def refuse_samples(call: Mapping[str, Any], instead: str) -> None:
+    """Raise `PositionError` if there is any argument that says where samples begin, other than masks."""
+    given = next((name for name in STARTS if call.get(name) is not None), None)
+    if given is not None:
+        raise PositionError(f"Got {given}; {instead}")
+
+
+def _starts(values: Tensor, real: Tensor | None, compare: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Return where a value `[B|1, S]` and that of the real token before it compare, bool; not at padding."""
+    if real is None:
+        return nn.functional.pad(compare(values[:, 1:], values[:, :-1]), (1, 0))
+    values = values.expand(len(real), -1)
+    slots = torch.arange(values.shape[1], device=values.device).expand(values.shape)
+    earlier = nn.functional.pad(slots.where(real, -1).cummax(1).values[:, :-1], (1, 0), value=-1)
+    return real & (earlier >= 0) & compare(values, values.gather(1, earlier.clamp_min(0)))
+
+
+def counted_within(numbers: Tensor, real: Tensor | None) -> Tensor:
+    """Return positions that count the real tokens of each sample, int64 `[B, S]`, given the numbers of samples."""
+    count = (torch.ones_like(numbers) if real is None else real.long()).cumsum(-1) - 1
+    return (count - count.where(_starts(numbers, real, torch.ne), 0).cummax(-1).values).clamp_min(0)
+
+
+def sequences(
+    positions: Tensor, real: Tensor | None = None, stated: Mapping[str, Tensor] | None = None
+) -> Tensor | None:
+    """Number the sequences that are packed into each row, int64 `[B|1, S]`; `None` if every row is one sequence.
+
+    A sequence begins where the position `[B|1, S]` of a token is not greater than that of the one before it. (A jump
+    ahead, as in position skipping, begins none, although transformers takes it for a boundary.) Padding is skipped, and
+    has the number 0. While a graph is traced, one sequence is numbered, too.
+
+    Args:
+        positions: Positions of the tokens.
+        real: Mask of the tokens that are no padding, bool `[B|1, S]`; `None` means all.
+        stated: Result of `stated_samples`: numbers by which the samples begin at the same tokens.
+
+    Raises:
+        PositionError: They begin at other tokens.
+    """
+    stated, begins = stated or {}, _starts(positions, real, torch.le)
+    if not torch.compiler.is_compiling():
+        for name, numbers in stated.items():
+            if bool((_starts(numbers, real, torch.ne) != begins).any()):
+                raise PositionError(
+                    f"Got {name} that begins samples at other tokens than position_ids or another argument does; "
+                    "expected positions that start again with each sample. Leave one of them out."
+                )
+        if not bool(begins.any()):
+            return None
+    # Numbers of the mask are compared with those of another stack.
+    numbers = stated.get("attention_mask", begins.long().cumsum(-1) + 1)
+    return numbers if real is None else numbers.masked_fill(~real, 0)
 
 
 def same_sequence(queries: Tensor, keys: Tensor, *, causal: bool, float_dtype: torch.dtype | None) -> Tensor:
@@ -212,28 +354,20 @@ def resolve_positions(
     is at 0 (transformers does that in `generate` only). Otherwise tokens follow what is in the cache.
 
     Raises:
-        PositionError: The positions or the mask do not fit the inputs.
+        PositionError: The positions do not fit the inputs.
     """
     traced = torch.compiler.is_compiling()
-    if mask is not None and mask.ndim == 2 and (isinstance(past, int) or (given is None and not traced)):
-        # With positions given, reading how much a static cache holds would only make the device wait.
-        first = int(past)
-        if mask.shape[0] != batch or mask.shape[1] < first + length:
-            raise PositionError(
-                f"Got an attention_mask of shape {list(mask.shape)}; expected [{batch}, {first + length}]: one entry "
-                f"for each of the {first} tokens in the cache and the {length} new ones."
-            )
     if given is not None:
         if given.ndim != 2 or given.shape[1] != length or given.shape[0] not in (1, batch):
             raise PositionError(
                 f"Got position_ids of shape {list(given.shape)}; expected [{batch} or 1, {length}], one per input "
                 "token."
             )
-        if given.is_floating_point() or given.dtype == torch.bool:
-            raise PositionError(f"Got position_ids of dtype {given.dtype}; expected int64.")
         positions = given.to(device=device, dtype=torch.long)
         if not traced and positions.numel() and int(positions.min()) < 0:
             raise PositionError(f"Got position {int(positions.min())}; positions count from 0.")
+        if not traced and positions.numel() and int(positions.max()) > LARGEST_COUNT:
+            raise PositionError(f"Got position {int(positions.max())}; expected at most {LARGEST_COUNT:,}.")
     elif mask is not None and mask.ndim == 2:
         counted = ((mask.to(device) != 0).long().cumsum(-1) - 1).clamp_min(0)
         slots = slice(past, past + length) if isinstance(past, int) else torch.arange(length, device=device) + past

@@ -15,7 +15,7 @@ class ChoiceBody(TableBody):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = dict(zip(self.posenc_arguments, args, strict=False)) | kwargs
         ids = call.get("input_ids")
-        if ids is None or ids.ndim <= 2:
+        if not isinstance(ids, Tensor) or ids.ndim <= 2:
             return super().forward(**call)
         leading = ids.shape[:-1]
         for name, value in call.items():

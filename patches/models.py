@@ -26,7 +26,7 @@ from hf_posenc.operands import check_coords
 from hf_posenc.patches import belonging, checkpoint, companions, record, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.cache import cache_of
-from hf_posenc.patches.context import Mixin, real_tokens, resolve_positions
+from hf_posenc.patches.context import Mixin, check_length, real_tokens, resolve_positions, sequences, stated_samples
 from hf_posenc.patches.directories import OutputError, storing, whole_files
 from hf_posenc.patches.seams import REAL, check_backend, tokens_in, with_signature_of
 from hf_posenc.scheme import Scheme
@@ -268,12 +268,18 @@ class PosencGenerator(PosencModel, Mixin):
         (batch, length), past = inputs.shape[:2], tokens_in(cache)
         if mask is not None and mask.ndim == 2 and call.get(f"{prefix}attention_mask") is not mask:
             # For a static cache it is 4-D by now, which does not tell what is padding.
+            check_length(mask, past, batch, length, counts=True)
             real = real_tokens(mask, past, length)
             if real is not None:
                 call[REAL] = real
             if call.get(f"{prefix}position_ids") is None:
                 positions = resolve_positions(None, mask, past, batch, length, inputs.device)
                 call[f"{prefix}position_ids"] = positions + of_model(self).first_position(self)
+            stated = {} if past else stated_samples({}, mask, past, batch, length, inputs.device)
+            if not past and sequences(call[f"{prefix}position_ids"], real, stated) is not None:
+                raise CacheError(
+                    "Got packed sequences, with which a static cache cannot go on. Use a row for each sequence."
+                )
         if continuation is not None:
             assert position_coords is not None
             call["position_coords"] = continued(position_coords, mask, int(past) - continuation, length)

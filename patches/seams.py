@@ -24,12 +24,16 @@ from hf_posenc.patches.context import (
     Mixin,
     Passage,
     Switch,
+    check_length,
     check_mask,
+    check_tensors,
+    counted_within,
     is_this_thread,
     real_tokens,
     resolve_positions,
     same_sequence,
     sequences,
+    stated_samples,
     this_thread,
 )
 from hf_posenc.patches.surgery import OWN, SHARED
@@ -185,9 +189,9 @@ class PosencAttention(Mixin):
             # Only the positions of the keys are kept in a cache.
             positions = Positions(positions.query, places)
         length = q.shape[2]
-        if layer.mask is None and layer.causal and length > 1:
+        if layer.causal and length > 1 and (layer.mask is None or context.packed is not None):
             # In transformers, no mask means: causal from the first key on (behind the queries, a static cache has
-            # slots not filled yet). The keys are then the queries' own tokens.
+            # slots not filled yet). The keys are then the queries' own tokens, as they are in packed rows.
             keys, values = keys[:, :, :length], values[:, :, :length]
             state = {name: tensor[:, :length] for name, tensor in state.items()}
             positions = replace(positions, key=positions.query)
@@ -345,6 +349,7 @@ class PosencBody(Switch):
             call = {name: value for name, value in call.items() if name not in (REAL, COORDS)}
             return super().forward(**call, **{CONTEXT: Context()})  # type: ignore[misc]
         check_backend(self.config._attn_implementation)
+        check_tensors(call)
         call = self.prepare(call)
         output = self.run(call)
         context: Context | None = call.get(CONTEXT)
@@ -377,22 +382,28 @@ class PosencBody(Switch):
         mask = None if isinstance(call.get("attention_mask"), dict) else call.get("attention_mask")
         past = tokens_in(cache)
         check_mask(mask)
-        counted = self.counted_positions(call, past) if given is None else given
+        check_length(mask, past, batch, length, counts=given is None)
+        stated = stated_samples(call, mask, past, batch, length, inputs.device)
+        real = call.pop(REAL, None)
+        if real is None:
+            real = real_tokens(mask, past, length)
+        counted = given
+        if counted is None and stated:
+            counted = counted_within(next(iter(stated.values())), real)
+        elif counted is None:
+            counted = self.counted_positions(call, past)
         positions = resolve_positions(counted, mask, past, batch, length, inputs.device)
         if coords is not None:
             coords = check_coords(coords, self.axes(), batch, length, inputs.device)
         traced = torch.compiler.is_compiling()  # A graph has no numbers: none exceeds the largest count.
         reach = LARGEST_COUNT if traced else int(positions.max()) if positions.numel() else 0
-        real = call.pop(REAL, None)
-        if real is None:
-            real = real_tokens(mask, past, length)
         ruled = call.get("attention_mask") is None or (mask is not None and mask.ndim == 2)
         context = self.context(call, positions, reach, real, coords, ruled=ruled)
         token_cache.refuse_packed(cache)
         # A graph cannot read how much a static cache holds, and takes rows with a mask for padded.
         readable = not traced or (isinstance(past, int) and mask is None)
-        if ruled and given is not None and length > 1 and readable and bool(past == 0):
-            packed = sequences(positions, real)
+        if ruled and (given is not None or stated) and length > 1 and readable and bool(past == 0):
+            packed = sequences(positions, real, stated)
             if packed is not None:
                 mask = same_sequence(packed, packed, causal=self.is_causal_stack(), float_dtype=self.mask_dtype())
                 call["attention_mask"] = self.masks_of_packed(mask)

@@ -14,7 +14,7 @@ from hf_posenc.coordinates import grid
 from hf_posenc.errors import PositionError, ShapeError
 from hf_posenc.operands import Geometry, NativeTable, check_coords
 from hf_posenc.patches.architecture import embedding_rms, weight_of
-from hf_posenc.patches.context import Context, Switch, is_this_thread, real_tokens, this_thread
+from hf_posenc.patches.context import Context, Switch, is_this_thread, real_tokens, refuse_samples, this_thread
 from hf_posenc.patches.family import Family, add_family
 from hf_posenc.patches.seams import CONTEXT, COORDS, PosencBody
 
@@ -60,6 +60,7 @@ class ViTBody(PosencBody):
             raise PositionError(
                 "Got position_ids; the patches of an image have coordinates. Pass position_coords, or leave both out."
             )
+        refuse_samples(call, "images are not packed into rows. Leave it out.")
         rows, columns = self.grid(pixels)
         batch, length = pixels.shape[0], 1 + rows * columns
         axes = self.axes()

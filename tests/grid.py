@@ -19,8 +19,8 @@ from hf_posenc.scheme import Scheme
 # Files whose tests cross schemes with other things.
 CROSSED = {
     "test_adapters", "test_attend", "test_cache", "test_checkpoints_on_disk", "test_device_map",
-    "test_engine", "test_families", "test_fitting", "test_in_use", "test_matching", "test_matrix",
-    "test_pages", "test_peft", "test_strength", "test_trl", "test_vit",
+    "test_engine", "test_families", "test_fitting", "test_in_use", "test_masks_and_positions", "test_matching",
+    "test_matrix", "test_packing", "test_pages", "test_peft", "test_strength", "test_trl", "test_vit",
 }  # fmt: skip
 # Files whose subject is what transformers itself does with caches, checkpoints and its own symbols.
 TRANSFORMERS = {"test_cache", "test_checkpoints", "test_public"}

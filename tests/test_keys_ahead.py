@@ -42,9 +42,8 @@ def attended(scheme: Scheme, mask: Tensor, executor: str | None, places: Tensor 
     given = {name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in size.items()}
     hidden = torch.randn(2, LENGTH, HIDDEN, generator=generator)
     places = torch.arange(LENGTH)[None] if places is None else places
-    host = lambda x: (x[:, None, :, :WIDTH].expand(-1, HEADS, -1, -1), x[:, None, :, :WIDTH].expand(-1, GROUPS, -1, -1))  # noqa: E731
     seen = Positions(places, places)
-    projected = scheme.project(Tokens(positions=seen, hidden=hidden, common=scheme.common, host=host), **given)
+    projected = scheme.project(Tokens(positions=seen, hidden=hidden, common=scheme.common), **given)
     call = Call(
         scheme=scheme,
         q=projected.q,

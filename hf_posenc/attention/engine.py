@@ -21,7 +21,7 @@ from hf_posenc.attention.mask import Mask, from_tensor, slots_tell_distances
 from hf_posenc.attention.sdpa import Sdpa
 from hf_posenc.derivatives import differentiable
 from hf_posenc.errors import DirectionError, OptionError, PositionError, ShapeError
-from hf_posenc.operands import Positions, Tokens, check_coords
+from hf_posenc.operands import Positions, Tokens, check_coords, check_tensor
 from hf_posenc.ops import transformed
 from hf_posenc.scheme import Scheme
 
@@ -197,9 +197,7 @@ def attend(
     given = {"q": q, "k": k, "v": v, "query_positions": query_positions, "key_positions": key_positions}
     optional = {"hidden": hidden, "mask": mask, "query_coords": query_coords, "key_coords": key_coords}
     for name, tensor in {**given, **optional}.items():
-        if not isinstance(tensor, Tensor) and not (name in optional and tensor is None):
-            kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}".removeprefix("builtins.")
-            raise ShapeError(f"Got {name} of type {kind}; expected a torch.Tensor{' or None' * (name in optional)}.")
+        check_tensor(name, tensor, optional=name in optional)
         if tensor is not None and (tensor.is_meta or tensor.layout != torch.strided):
             what = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
             raise ShapeError(f"Got {name} {what}; expected a dense tensor that has numbers.")
