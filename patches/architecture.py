@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,9 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_posenc.errors import ArchitectureError, OptionError
 from hf_posenc.operands import Geometry
+
+# Elements of an embedding table that are read at once.
+_PIECE = 2**20
 
 
 class Architecture(ABC):
@@ -91,6 +95,10 @@ class Architecture(ABC):
         """Return the width of the embeddings that positions are added to."""
         return self.geometry(body, 0).hidden_size
 
+    def embedding_rms(self, body: nn.Module) -> float | None:
+        """Return the root mean square of embedded inputs; `None` while the weights have no storage, or if unknown."""
+        return None
+
     def swapped(self, body: nn.Module) -> Sequence[nn.Module]:
         """Return the modules, other than attentions, whose class changes while the body is patched."""
         return ()
@@ -121,7 +129,12 @@ def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
 
 def embedding_rms(weight: Tensor) -> float | None:
     """Return the root mean square of an embedding table, or `None` while it has no storage."""
-    return None if weight.is_meta else float(weight.detach().float().pow(2).mean().sqrt())
+    if weight.is_meta:
+        return None
+    # In pieces, since a whole table in float32 may be as large as the model.
+    parts = weight.detach().split(max(1, _PIECE // max(1, weight[0].numel())))
+    squares = torch.stack([part.float().square().sum() for part in parts])
+    return math.sqrt(float(squares.sum()) / weight.numel())
 
 
 _ARCHITECTURES: dict[str, Architecture] = {}

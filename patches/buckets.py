@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import ArchitectureError
 from hf_posenc.operands import Block, Geometry, NativeTable
-from hf_posenc.patches.architecture import embedding_rms, weight_of
+from hf_posenc.patches.architecture import weight_of
 from hf_posenc.patches.cache import cache_of, self_attention
 from hf_posenc.patches.context import (
     Context,
@@ -176,7 +176,6 @@ class BucketFamily(Family):
             native=NativeTable(
                 "t5", table, config.relative_attention_max_distance, shared=len(owners) < len(body.block)
             ),
-            embedding_rms=embedding_rms(weight_of(body.embed_tokens)),
         )
 
 

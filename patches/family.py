@@ -272,11 +272,9 @@ class Family(Architecture):
             max_positions=stated_length(config),
             rotary_limit=limit,
             inv_freq_long=later,
-            embedding_rms=self.embedding_rms(body),
         )
 
     def embedding_rms(self, body: nn.Module) -> float | None:
-        """Return the root mean square of embedded inputs; `None` while the weights have no storage."""
         embeddings = cast(PreTrainedModel, body).get_input_embeddings()
         rms = embedding_rms(weight_of(embeddings))
         # Gemma's embeddings multiply by a factor of their own.

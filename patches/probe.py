@@ -208,7 +208,9 @@ def read_facts(
         ArchitectureError: A fact that a scheme needs does not show.
     """
     code = (layer, attention, rotary, *_code(layer, attention, rotary), *ROPE_INIT_FUNCTIONS.values())
-    said = (index, type(config), repr(vars(config)), code)
+    # A patch changes the class of a config, its name and its record, of which no stock code knows.
+    stated = {name: value for name, value in vars(config).items() if not name.startswith(("posenc", "_name_or_path"))}
+    said = (index, getattr(type(config), "posenc_stock", type(config)), repr(stated), code)
     if said not in _FOUND:
         _FOUND[said] = _probe(config, layer, attention, rotary, index)
     facts = _FOUND[said]

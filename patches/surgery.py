@@ -137,6 +137,7 @@ def build_group(
         schemes = built[name] = {}
         with where:
             geometries = [architecture.geometry(body, layer) for layer in part.layers]
+            rms = architecture.embedding_rms(body)
             own = [geometry.inv_freq for geometry in geometries if geometry.inv_freq is not None]
             uniform = all(torch.equal(frequencies, own[0]) for frequencies in own)
             first, last = part.layers[0], part.layers[-1]
@@ -145,6 +146,8 @@ def build_group(
                     schemes[layer] = schemes[first]
                     continue
                 geometry = replace(geometry, first=layer == first, last=layer == last, uniform=uniform)
+                if rms is not None:
+                    geometry = replace(geometry, embedding_rms=rms)
                 if is_new and geometry.native is not None:
                     blank = geometry.native.weight.to("meta")
                     geometry = replace(geometry, native=replace(geometry.native, weight=blank))

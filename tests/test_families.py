@@ -6,8 +6,10 @@ default.
 
 from __future__ import annotations
 
+import abc
 import copy
 import inspect
+from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +28,7 @@ from models import (
     PADDING,
     PART,
     SAME,
+    TINY,
     WINDOW,
     moved,
 )
@@ -50,7 +53,7 @@ from hf_posenc.attention import blocks, sdpa
 from hf_posenc.errors import ArchitectureError, PositionError
 from hf_posenc.ops import turn_pairs
 from hf_posenc.patches import probe, seams
-from hf_posenc.patches.architecture import architectures, config_pair, of_model
+from hf_posenc.patches.architecture import architectures, config_pair, embedding_rms, of_model
 from hf_posenc.patches.buckets import add_encoder_decoder
 from hf_posenc.patches.family import add_family
 
@@ -366,6 +369,43 @@ def test_facts_are_those_of_the_stock_code() -> None:
     assert not torch.equal(local.inv_freq, whole.inv_freq)
     assert hf_posenc.plan(make("gemma3"), "tape").start == "break"  # TaPE has one rotation for all layers
     assert [len(g.inv_freq) for g in geometries("phi3")] == [4, 4]  # of 8 pairs
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_patch_reads_each_fact_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, count = make(name), Counter[str]()
+
+    def counted(module: Any, function: str) -> None:
+        run = getattr(module, function)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            count[function] += 1
+            return run(*args, **kwargs)
+
+        monkeypatch.setattr(module, function, counting)
+
+    monkeypatch.setattr(probe, "_FOUND", {})
+    counted(probe, "_probe")
+    for module in {inspect.getmodule(kind) for kind in type(of_model(model)).__mro__} - {abc}:
+        if hasattr(module, "embedding_rms"):
+            counted(module, "embedding_rms")
+    hf_posenc.plan(model, "sinusoidal")
+    layers = sum(len(of_model(model).attentions(body)) for body in of_model(model).stacks(model).values())
+    stacks = len(of_model(model).stacks(model))
+    assert count["_probe"] in (0, layers)
+    assert count["embedding_rms"] == stacks
+    hf_posenc.patch(model, "sinusoidal")
+    assert count["_probe"] in (0, layers)
+    assert count["embedding_rms"] == 2 * stacks
+
+
+def test_an_embedding_table_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = torch.randn(50_000, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    sizes: list[int] = []
+    monkeypatch.setattr(Tensor, "float", lambda x, float=Tensor.float: sizes.append(x.numel()) or float(x))
+    found = embedding_rms(table)
+    assert 0 < max(sizes) < table.numel() / 4
+    assert found == pytest.approx(float(table.double().square().mean().sqrt()), rel=1e-6)
 
 
 def test_facts_follow_code_and_config_that_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
