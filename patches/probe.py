@@ -212,7 +212,7 @@ def read_facts(
     stated = {name: value for name, value in vars(config).items() if not name.startswith(("posenc", "_name_or_path"))}
     said = (index, getattr(type(config), "posenc_stock", type(config)), repr(stated), code)
     if said not in _FOUND:
-        _FOUND[said] = _probe(config, layer, attention, rotary, index)
+        _FOUND[said] = _of_any_alike(config, layer, attention, rotary, said)
     facts = _FOUND[said]
     own = facts.geometry.inv_freq
     # A scheme may write into what it gets.
@@ -221,6 +221,32 @@ def read_facts(
 
 # Facts by all that they are read from, since a probe takes as long as the rest of a patch several times over.
 _FOUND: dict[tuple[Any, ...], Facts] = {}
+
+
+# Gradients tell what rotates, also where the caller has switched them off.
+@torch.inference_mode(False)
+@torch.enable_grad()
+def _of_any_alike(
+    config: Any, layer: type[nn.Module], attention: type[nn.Module], rotary: type[nn.Module] | None, said: Any
+) -> Facts:
+    """Return the facts about a layer; layers that differ in their numbers only, which their code never reads, share."""
+    index, *others = said
+    module = blank_module(layer, config, index)
+    for part in module.modules():
+        vars(part).pop("layer_idx", None)
+    parts = [
+        (name, type(part), {key: value for key, value in vars(part).items() if key[0] != "_" and value is not config})
+        for name, part in module.named_modules()
+    ]
+    shapes = [(name, parameter.shape) for name, parameter in module.named_parameters()]
+    kind = (getattr(config, "layer_types", None) or [])[index : index + 1]
+    alike = (repr(parts), repr(shapes), *kind, *others)
+    if alike not in _FOUND:
+        try:
+            _FOUND[alike] = _probe(config, module, attention, rotary, index)
+        except ArchitectureError:
+            return _probe(config, blank_module(layer, config, index), attention, rotary, index)
+    return _FOUND[alike]
 
 
 def _code(*classes: type | None) -> Iterator[Any]:
@@ -235,12 +261,7 @@ def _code(*classes: type | None) -> Iterator[Any]:
                     yield function, function.__code__
 
 
-# Gradients tell what rotates, also where the caller has switched them off.
-@torch.inference_mode(False)
-@torch.enable_grad()
-def _probe(
-    config: Any, layer: type[nn.Module], attention: type[nn.Module], rotary: type[nn.Module] | None, index: int
-) -> Facts:
+def _probe(config: Any, module: Any, attention: type[nn.Module], rotary: type[nn.Module] | None, index: int) -> Facts:
     given: dict[str, Any] = {"attention_mask": None}
     kind = ""
     if rotary is not None:
@@ -255,7 +276,6 @@ def _probe(
         cos, sin = turn
         angles = torch.zeros(cos.shape, device="meta", requires_grad=True)
         given["position_embeddings"] = (angles, angles)
-    module = blank_module(layer, config, index)
     hidden = torch.zeros(1, 1, config.hidden_size, requires_grad=True, device="meta")
     inner: Any = next(child for child in module.modules() if isinstance(child, attention))
     inner.config = FamilyConfig(config)
