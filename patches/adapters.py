@@ -18,13 +18,13 @@ from huggingface_hub.errors import EntryNotFoundError
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
-from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, PeftType
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, PeftType
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from peft.utils.hotswap import CONFIG_KEYS_TO_CHECK
 from torch import nn
 
 from hf_posenc.errors import CheckpointError, NotPatchedError, OptionError
-from hf_posenc.patches import belonging, binding, record, surgery
+from hf_posenc.patches import belonging, binding, record, reloading, surgery
 from hf_posenc.patches.architecture import auto_name, config_pair, of_model
 from hf_posenc.patches.checkpoint import DAMAGED
 from hf_posenc.patches.context import Switch
@@ -306,6 +306,14 @@ class Kind:
                 if not config.is_prompt_learning:
                     model.delete_adapter(adapter_name)
                 raise
+        elif _ours(config) and config._weights is not None:
+            config._weights = None  # it was checked before it went into the model
+        elif _ours(config) and (folder := reloading.check_folder(config, CONFIG_NAME)) is not None:
+            # The adapter was there before its weights, as where training is resumed.
+            saved = type(config).from_pretrained(folder)
+            if not config.any_base:
+                _check_base(saved, _base(model))
+            saved.check_weights(model, adapter_name)
         state_dict = {name: tensor for name, tensor in state_dict.items() if not binding.is_of_base(name)}
         return self.stock._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 
@@ -350,20 +358,26 @@ def agree(model: Any, config: Any) -> Any:
             f"{type(config).__name__}(target_modules=[]): {_names(model.config.posenc)} has no parameters, so without "
             "LoRA there is nothing to train. Leave out target_modules, or name the projections to adapt."
         )
-    base = config.base_model_name_or_path
     if not config._pending or config.any_base:
         config.base_weights = binding.fingerprint(model, config.saved)
-    elif parts := binding.differing(config.base_weights, model, config.saved):
+    else:
+        _check_base(config, model)
+    # The schemes are saved as they are in the model by then: training may fade and drop its native encoding.
+    config.posenc, config._model_config = copy.deepcopy(model.config.posenc), model.config
+    if config.base_model_name_or_path == belonging.UNSAVED:
+        config.base_model_name_or_path = belonging.origin(model.config)  # the adapter makes of it what the model is
+    return config
+
+
+def _check_base(config: Any, model: Any) -> None:
+    """Raise `CheckpointError` if an adapter that is read was trained over other weights than those of a model."""
+    if parts := binding.differing(config.base_weights, model, config.saved):
+        base = config.base_model_name_or_path
         raise CheckpointError(
             f"The adapter was trained over other weights than those of this {surgery.stock_class(type(model)).__name__}"
             f" ({' and '.join(parts)} differ). Load it onto its own base{f', {base!r}' if base else ''}; or pass "
             "any_base=True to PeftModel.from_pretrained, if you mean this one."
         )
-    # The schemes are saved as they are in the model by then: training may fade and drop its native encoding.
-    config.posenc, config._model_config = copy.deepcopy(model.config.posenc), model.config
-    if base == belonging.UNSAVED:
-        config.base_model_name_or_path = belonging.origin(model.config)  # the adapter makes of it what the model is
-    return config
 
 
 def _convert(model: Any, schemes: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from hf_posenc.errors import (
     UnknownSchemeError,
 )
 from hf_posenc.operands import check_coords
-from hf_posenc.patches import belonging, checkpoint, companions, record, surgery
+from hf_posenc.patches import belonging, checkpoint, companions, record, reloading, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.cache import cache_of
 from hf_posenc.patches.context import Mixin, check_length, real_tokens, resolve_positions, sequences, stated_samples
@@ -74,6 +74,18 @@ class PosencModel:
         remedy = "Patch the model with the scheme that they are of, and the same options"
         checkpoint.check_complete("state dict", (), foreign, remedy=remedy)
         return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
+
+    # Of models inside of wrappers, torch calls these alone.
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        kept = getattr(destination, "_metadata", {}).get(prefix[:-1])
+        if kept is not None:
+            kept[reloading.DIGEST] = reloading.digest(self.config.posenc)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        reloading.check_metadata(self.config, local_metadata)
+        reloading.check_folder(self.config)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Scheme):

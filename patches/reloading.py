@@ -1,0 +1,85 @@
+"""Weights that go into a model that is patched already: they must be of the same record.
+
+A state dict has no record, and other schemes and options may have the same names and shapes. So models put the digest
+of theirs into the metadata that torch keeps with a state dict. Files of safetensors lose these, and libraries that read
+a folder hand on the tensors alone; so the folder is looked up among the arguments of their running functions.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import CONFIG_NAME
+
+from hf_posenc.errors import CheckpointError
+from hf_posenc.patches import record
+from hf_posenc.patches.checkpoint import DAMAGED
+from hf_posenc.patches.directories import reading
+
+# The functions of libraries that read weights from a folder, or a file in it, and the variable that names it.
+READERS = {
+    ("transformers.trainer", "_load_from_checkpoint"): "resume_from_checkpoint",
+    ("transformers.trainer", "_load_best_model"): "best_model_path",
+    ("transformers.trainer_utils", "load_sharded_checkpoint"): "folder",
+    ("accelerate.checkpointing", "load_accelerator_state"): "input_dir",
+    ("accelerate.utils.fsdp_utils", "load_fsdp_model"): "input_dir",
+    ("accelerate.utils.modeling", "load_checkpoint_in_model"): "checkpoint",
+    ("safetensors.torch", "load_model"): "filename",
+    ("peft.peft_model", "load_adapter"): "model_id",
+}
+# Key of the digest in the metadata of a state dict.
+DIGEST = "hf_posenc_record"
+
+
+def digest(posenc: Mapping[str, Any] | None) -> str | None:
+    """Return the digest of what a record says of schemes; strengths are left to callbacks, which set them again."""
+    return record.digest({"groups": posenc["groups"]}) if posenc else None
+
+
+def check_metadata(config: Any, metadata: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` if a state dict is that of a model with another record."""
+    if metadata.get(DIGEST, digest(config.posenc)) != digest(config.posenc):
+        raise CheckpointError(_message("The state dict", config))
+
+
+def check_folder(config: Any, name: str = CONFIG_NAME) -> Path | None:
+    """Raise `CheckpointError` if the folder that a library reads is that of a model or adapter with another record.
+
+    Returns:
+        The folder; `None` if no library reads one, or it has no config of that name.
+    """
+    place = _being_read()
+    folder = place.parent if place is not None and place.is_file() else place
+    if folder is None or not (folder / name).is_file():
+        return None
+    with reading(str(folder / name), advice=DAMAGED):
+        found = json.loads((folder / name).read_text(encoding="utf-8")).get("posenc")
+        same = digest(found) == digest(config.posenc)
+    if not same:
+        raise CheckpointError(_message(str(folder), config))
+    return folder
+
+
+def _being_read() -> Path | None:
+    """Return what the innermost of those functions that runs is reading."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        variable = READERS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
+        found = frame.f_locals.get(variable) if variable is not None else None
+        if isinstance(found, (str, os.PathLike)):
+            return Path(found)
+        frame = frame.f_back
+    return None
+
+
+def _message(what: str, config: Any) -> str:
+    names = ", ".join(repr(group["scheme"]) for group in config.posenc["groups"])
+    return (
+        f"{what} is that of a model with other schemes, options or layers than this one, which has {names}. Patch the "
+        "model as that one was, or load the checkpoint with from_pretrained."
+    )
