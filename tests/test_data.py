@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
+import glob
 import gzip
 import json
+import lzma
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from datasets.exceptions import DatasetNotFoundError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import DIRECTORIES, SAME, stock
+from test_recipe_files import one_line
 from transformers import AutoTokenizer, T5Config, default_data_collator
 
 import hf_posenc
@@ -153,7 +158,7 @@ def test_a_folder_of_text_files_holds_a_document_each(tmp_path: Path, tokenizer:
 def test_the_mark_of_some_editors_is_no_text(tmp_path: Path) -> None:
     for name, text in (("marked.txt", "A text."), ("marked.jsonl", '{"text": "A text."}')):
         (tmp_path / name).write_text(text, encoding="utf-8-sig")
-        assert sources.read(Data(source=str(tmp_path / name), held_out=str(tmp_path / name)))[1]["text"] == ["A text."]
+        assert sources.whole(str(tmp_path / name))["text"] == ["A text."]
 
 
 def test_the_builtin_text(tokenizer: Any) -> None:
@@ -182,8 +187,141 @@ def test_copies_of_held_out_documents_are_not_trained_on(tmp_path: Path, tokeniz
     kept = [document for number, document in enumerate(DOCUMENTS) if number not in (3, 7)]
     assert prepared.held_out.tolist() == stream(tokenizer, [DOCUMENTS[3], DOCUMENTS[7]])
     assert len(prepared.train) == len(stream(tokenizer, kept)) // 16
+    again = write(tmp_path / "again.jsonl", DOCUMENTS)
     with pytest.raises(RecipeError, match=r"too few tokens .* copies of them"):
-        load_data(Data(source=str(path), held_out=str(path)), tokenizer, length=16)
+        load_data(Data(source=str(path), held_out=str(again)), tokenizer, length=16)
+
+
+# Names that are patterns, and another file that each would match.
+PATTERNS = {
+    "run [1].txt": "run 1.txt", "a*.jsonl": "ab.jsonl", "q?.json": "qq.json", "[!a].txt": "b.txt", "**.txt": "c.txt",
+    "{a,b}.txt": "a.txt", "d [1]/f.txt": "d 1/f.txt", "d*/f.parquet": "d1/f.parquet",
+    "new\nline.txt": "newline.txt", "h#1.txt": "h.txt", "p%20q.txt": "p q.txt", "back\\slash.txt": "slash.txt",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("whole", [True, False], ids=["file", "folder"])
+def test_a_name_is_no_pattern(name: str, whole: bool, tmp_path: Path) -> None:
+    for each, text in ((PATTERNS[name], "other"), (name, "own")):
+        (tmp_path / each).parent.mkdir(exist_ok=True)
+        write(tmp_path / each, [f"The {text} text."])
+    path = tmp_path / name if whole or "/" not in name else (tmp_path / name).parent
+    if not whole and "/" not in name:  # A folder of that name.
+        path = tmp_path / "folders" / name
+        path.mkdir(parents=True)
+        write(path / f"x{''.join(Path(name).suffixes[-2:])}", ["The own text."])
+    for streaming in (False, True):
+        held_out = write(tmp_path / "held_out.jsonl", ["Held out."])
+        read, _ = sources.read(Data(source=str(path), held_out=str(held_out), streaming=streaming))
+        assert [row["text"] for row in read] == ["The own text."]
+    _, read = sources.read(Data(source=str(held_out), held_out=str(path)))
+    assert [row["text"] for row in read] == ["The own text."]
+    if glob.has_magic(PATTERNS[name] + name):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with pytest.raises(RecipeError, match=r"no file or folder .* Patterns are not expanded"):
+            sources.whole(str(path))
+
+
+def test_a_packed_file_whose_name_datasets_cannot_say_is_to_be_renamed(tmp_path: Path) -> None:
+    path = write(tmp_path / "run [1].jsonl.gz", DOCUMENTS)
+    write(tmp_path / "run 1.jsonl.gz", DOCUMENTS)
+    with pytest.raises(RecipeError, match=r"run \[1\]\.jsonl\.gz cannot be read .* rename it"):
+        sources.whole(str(path))
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.json.gz", "a.txt", "a.jsonl", "a.json", "a.parquet"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_damaged_file_is_one_error(name: str, streaming: bool, tmp_path: Path, tokenizer: Any) -> None:
+    whole = write(tmp_path / name, [f"A text about {number}.\n" for number in range(300)]).read_bytes()
+    rows = write(tmp_path / "held_out.jsonl", DOCUMENTS)
+    for damaged in (
+        whole[: len(whole) // 2],
+        whole[:-9],
+        b"\x1f\x8b" + whole[2:],
+        whole[:99] + b"\xff\0" + whole[101:],
+    ):
+        (tmp_path / name).write_bytes(damaged)
+        data = Data(source=str(tmp_path / name), held_out=str(rows), streaming=streaming)
+        try:
+            load_data(data, tokenizer, length=16, checks=True)
+        except RecipeError as error:
+            one_line(error)
+
+
+def test_a_little_file_that_unpacks_to_a_lot_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "LARGEST_ROW", 2**21)
+    monkeypatch.setattr(sources, "LARGEST_FILE", 2**22)
+    for name, text, said in (
+        ("row.jsonl", json.dumps({"text": "x" * 2**23}), "unpack to a row of more than 2 MB, [34] MB so far"),
+        ("text.txt", "x" * 2**23, "unpack to too much, 5 MB so far"),
+        ("array.json", json.dumps([{"text": "x"}] * 2**19), "unpack to too much, 5 MB so far"),
+        ("rows.jsonl", '{"text": "x"}\n' * 2**20, "unpack to too much, 5 MB so far"),
+    ):
+        # The name does not matter.
+        for each in (name, f"{name}.gz"):
+            (tmp_path / each).write_bytes(gzip.compress(text.encode()))
+            with pytest.raises(RecipeError, match=rf"{name}.* cannot be read .*its 0\.0 MB {said}; cut the text"):
+                sources.whole(str(tmp_path / each))
+    for name, pack in (("a.jsonl", lzma.compress), ("a.txt.gz", bz2.compress)):
+        (tmp_path / name).write_bytes(pack(b'{"text": "A text."}'))
+        with pytest.raises(RecipeError, match="packed file of another kind than gzip; unpack it first"):
+            sources.whole(str(tmp_path / name))
+    rows = [json.dumps({"text": os.urandom(900).hex()}) for _ in range(3_000)]  # Text that does not pack so well.
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
+    assert len(sources.whole(str(tmp_path / "b.jsonl.gz"))) == 3_000
+
+
+def test_texts_are_tokenised_a_few_at_a_time(
+    tokenizer: Any, encoded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation, "_TOGETHER", 500)
+    groups = list(preparation._grouped(["x" * 300, "y" * 200, "z", "u" * 900, "v"]))
+    assert [list(map(len, group)) for group in groups] == [[300, 200], [1], [900], [1]]
+    found = preparation.tokenised(datasets.Dataset.from_dict({"text": DOCUMENTS}), tokenizer=tokenizer)
+    assert [token for row in found for token in row["ids"].tolist()] == stream(tokenizer, DOCUMENTS)
+
+
+@pytest.mark.parametrize("link", ["same", "relative", "symbolic", "hard", "folder", "link to folder", "in a folder"])
+def test_what_is_trained_on_is_not_held_out(link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    path, other = write(folder / "a.jsonl", DOCUMENTS), tmp_path / "b.jsonl"
+    source, held_out = path, path
+    if link == "relative":
+        monkeypatch.chdir(tmp_path)
+        held_out = Path("texts/../texts/a.jsonl")
+    elif link in ("symbolic", "hard"):
+        held_out = other
+        (held_out.symlink_to if link == "symbolic" else held_out.hardlink_to)(path)
+    elif link == "folder":
+        held_out = folder
+    elif link == "link to folder":
+        held_out = tmp_path / "linked"
+        held_out.symlink_to(folder)
+    elif link == "in a folder":
+        source, held_out = folder, tmp_path / "b.jsonl"
+        held_out.hardlink_to(path)
+    with pytest.raises(RecipeError, match=r"data\.held_out is .*, which has .*, the file that is trained on"):
+        sources.read(Data(source=str(source), held_out=str(held_out)))
+    assert sources.read(Data(source=str(source), held_out=str(write(tmp_path / "c.jsonl", DOCUMENTS[:2]))))
+
+
+@pytest.mark.parametrize(
+    ("split", "held_out", "is_shared"),
+    [
+        ("train", "train", True),
+        ("train", "train[90%:]", True),
+        ("train[:90%]", "train[:90%]", True),
+        ("train[:]", "train", True),
+        ("train+extra", "extra[:5]", True),
+        ("train[:90%]", "train[90%:]", False),
+        ("train", "test", False),
+        ("train+test[:50%]", "test[50%:]", False),
+    ],
+)
+def test_a_split_that_is_trained_on_is_not_held_out(split: str, held_out: str, is_shared: bool) -> None:
+    assert bool(sources._shared_splits(split, held_out)) == is_shared
 
 
 def test_the_hub_is_asked_for_configuration_and_splits(
@@ -208,7 +346,7 @@ def test_the_hub_is_asked_for_configuration_and_splits(
 def test_what_the_hub_does_not_have(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = DatasetNotFoundError("Dataset 'someone/texts' doesn't exist on the Hub or cannot be accessed.")
     monkeypatch.setattr(datasets, "load_dataset", lambda **arguments: (_ for _ in ()).throw(missing))
-    with pytest.raises(RecipeError, match=r"someone/texts cannot be read: Dataset .* doesn't exist"):
+    with pytest.raises(RecipeError, match=r"someone/texts cannot be read \(.*: Dataset .* doesn't exist"):
         load_data(Data(source="someone/texts"), tokenizer, length=16)
 
 
@@ -225,8 +363,8 @@ def test_what_the_hub_does_not_have(tokenizer: Any, monkeypatch: pytest.MonkeyPa
         ({"source": "zeros.jsonl"}, "all documents are empty, or hold NUL bytes only"),
         ({"source": "number.jsonl"}, "A row of the text holds the int 5; expected text"),
         ({"source": "number.jsonl", "held_out": "a.jsonl", "streaming": True}, "A row of the text holds the int 5"),
-        ({"source": "broken.jsonl"}, "broken.jsonl cannot be read: "),
-        ({"source": "latin.txt"}, r"latin\.txt cannot be read: .* Save it in UTF-8\."),
+        ({"source": "broken.jsonl"}, r"broken\.jsonl cannot be read \("),
+        ({"source": "latin.txt"}, r"latin\.txt cannot be read .*; save it in UTF-8\)\."),
         ({"source": "mixed"}, "files of 2 kinds, json, text"),
         ({"source": "~no-such-user/a.txt"}, "no file or folder ~no-such-user/a.txt"),
         ({"source": "none"}, r"no file of a known kind; expected one of \.txt"),

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
+import gzip
 import os
+import re
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -13,6 +19,7 @@ from datasets.arrow_writer import SchemaInferenceError
 from datasets.exceptions import DatasetsError
 
 from hf_posenc.errors import RecipeError, shown
+from hf_posenc.patches.directories import reading
 from hf_posenc.recipes.data.text import builtin_documents
 from hf_posenc.recipes.schema.recipe import Data
 
@@ -20,9 +27,20 @@ BUILTIN = "builtin"
 # Column of the text in all datasets returned here.
 TEXT = "text"
 
+# Bytes of a row, and of a file, that a packed file may unpack to; more of a file if that is no more than `_DENSE` times
+# its size. gzip packs `_DENSEST` bytes into one at most.
+LARGEST_ROW, LARGEST_FILE = 2**26, 2**30
+_DENSE, _DENSEST = 100, 1032
+_PIECE = 2**20
+_GZIP = b"\x1f\x8b"
+# Beginnings of files that xz, bzip2, Zstandard, LZ4, zip, 7-Zip and RAR pack.
+_PACKED = (b"\xfd7zXZ", b"BZh", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"PK\x03\x04", b"7z\xbc\xaf", b"Rar!")
+
 Documents: TypeAlias = Dataset | IterableDataset
 
 # Builders of `datasets` by file suffix; .gz may follow.
+# Parts of a split that are all of it.
+_ALL_OF_SPLIT = ("[:]", "[0:]", "[0%:]", "[:100%]", "[0%:100%]")
 _BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
@@ -36,20 +54,69 @@ def read(data: Data) -> tuple[Documents, Documents]:
     Raises:
         RecipeError: A source does not exist or holds no text, or the keys contradict each other.
     """
+    _check_column(data)
+    _check_apart(data)
     held_out, documents = _held_out(data), _source(data)
-    if data.column != TEXT and not any(name and _has_columns(name) for name in (data.read_from, data.held_out)):
-        raise RecipeError(
-            f"The column {shown(data.column)} of the text is named, but built-in text and .txt files have none. Leave "
-            "it out."
-        )
     if data.limit is not None:
         documents = documents.take(data.limit)
     return _split(documents, data.held_out_share) if held_out is None else (documents, held_out)
 
 
+def whole(source: str, column: str = TEXT) -> Documents:
+    """Return all documents of a source; raise as `read` does."""
+    data = Data(source=source, column=column)
+    _check_column(data)
+    return _source(data)
+
+
+def _check_column(data: Data) -> None:
+    """Raise `RecipeError` if a column is named, and nothing has columns."""
+    if data.column != TEXT and not any(name and _has_columns(name) for name in (data.read_from, data.held_out)):
+        raise RecipeError(
+            f"The column {shown(data.column)} of the text is named, but built-in text and .txt files have none. Leave "
+            "it out."
+        )
+
+
+def _check_apart(data: Data) -> None:
+    """Raise `RecipeError` if text is both trained on and held out: a file, also by another name, or a split."""
+    if data.held_out is None:
+        return
+    kind = "file" if _holds_out_files(data) else "split"
+    if kind == "split":
+        shared = _origin(data.read_from) == "hub" and sorted(_shared_splits(data.split, data.held_out))
+    elif _origin(data.read_from) == "files":
+        trained = {_identity(file) for file in _files(expanded(data.read_from))[1]}
+        shared = [file for file in _files(expanded(data.held_out))[1] if _identity(file) in trained]
+    else:
+        return
+    if shared:
+        raise RecipeError(
+            f"data.held_out is {shown(data.held_out)}, which has {shown(shared[0])}, the {kind} that is trained on. "
+            "Name other text, or leave it out: a share of the text is set aside then."
+        )
+
+
+def _identity(file: str) -> tuple[int, int]:
+    # The same for all links to a file, hard ones, too.
+    found = os.stat(file)
+    return found.st_dev, found.st_ino
+
+
+def _shared_splits(split: str, held_out: str) -> set[str]:
+    """Return the splits of which a whole is in one of two instructions and a part in the other, or the same part."""
+    one, other = (
+        {(name, "" if part in _ALL_OF_SPLIT else part) for name, part in re.findall(r"(\w[\w.-]*)(\[[^]]*\])?", each)}
+        for each in (split, held_out)
+    )
+    return {
+        name for name, part in one for again, same in other if name == again and (part == same or not (part and same))
+    }
+
+
 def located(data: Data) -> Data:
     """Return the section with absolute paths of local text, which mean the same in any directory."""
-    source = _absolute(data.read_from) if _origin(data.read_from) == "files" else data.source
+    source = _absolute(data.read_from) if _origin(data.read_from) == "files" else data.read_from
     held_out = _absolute(data.held_out) if data.held_out and _holds_out_files(data) else data.held_out
     return replace(data, source=source, held_out=held_out)
 
@@ -67,7 +134,7 @@ def _origin(name: str) -> Literal["builtin", "files", "hub"]:
     """Return where a text is: in local files if the path exists, or the name looks like a path."""
     if name == BUILTIN:
         return "builtin"
-    return "files" if expanded(name).exists() or _is_path(name) else "hub"
+    return "files" if os.path.exists(expanded(name)) or _is_path(name) else "hub"
 
 
 def _source(data: Data) -> Documents:
@@ -94,15 +161,13 @@ def _held_out(data: Data) -> Documents | None:
         return _from_files(data.held_out, data.column, streaming=False)
     if _origin(data.read_from) != "hub":
         raise RecipeError(f"data.held_out is {shown(data.held_out)}, and there is no such file or folder.")
-    if data.held_out == data.split:
-        raise RecipeError(f"data.held_out is {shown(data.held_out)}, the split that is trained on; name another.")
     return _from_hub(replace(data, split=data.held_out))
 
 
 def _holds_out_files(data: Data) -> bool:
     """Whether `held_out` names local files; with a dataset of the hub, a plain name such as "test" is a split."""
     assert data.held_out is not None
-    return _is_path(data.held_out) or (_origin(data.read_from) != "hub" and expanded(data.held_out).exists())
+    return _is_path(data.held_out) or (_origin(data.read_from) != "hub" and os.path.exists(expanded(data.held_out)))
 
 
 def _is_path(name: str) -> bool:
@@ -111,7 +176,11 @@ def _is_path(name: str) -> bool:
 
 
 def _kind(path: Path) -> str | None:
-    return _BUILDERS.get(Path(path.name.removesuffix(".gz")).suffix)
+    return _BUILDERS.get(_suffix(path))
+
+
+def _suffix(path: Path) -> str:
+    return Path(path.name.removesuffix(".gz")).suffix
 
 
 def _has_columns(name: str) -> bool:
@@ -122,11 +191,12 @@ def _has_columns(name: str) -> bool:
 
 def _files(path: Path) -> tuple[str, list[str]]:
     """Return the builder for the files at a path, and the file names."""
-    if not path.exists():
-        raise RecipeError(f"There is no file or folder {path}.")
+    if not os.path.exists(path):  # False also for what no path can be
+        pattern = " Patterns are not expanded: give a folder, whose files are all read." * glob.has_magic(str(path))
+        raise RecipeError(f"There is no file or folder {path}.{pattern}")
     # Editors and version control keep hidden files next to a text.
-    shown = (each for each in path.rglob("*") if not any(part[0] == "." for part in each.relative_to(path).parts))
-    files = [path] if path.is_file() else sorted(each for each in shown if each.is_file())
+    visible = (each for each in path.rglob("*") if not any(part[0] == "." for part in each.relative_to(path).parts))
+    files = [path] if path.is_file() else sorted(each for each in visible if each.is_file())
     kinds = {kind for file in files if (kind := _kind(file))}
     if len(kinds) != 1:
         got = f"files of {len(kinds)} kinds, {', '.join(sorted(kinds))}" if kinds else "no file of a known kind"
@@ -144,7 +214,12 @@ def _from_files(name: str, column: str, *, streaming: bool) -> Documents:
     options = {"sample_by": "document", "encoding": "utf-8-sig"} if kind == "text" else {}
     # The text builder always calls its column "text".
     column = TEXT if kind == "text" else column
-    return _load(str(path), column, path=kind, data_files=named, split="train", streaming=streaming, **options)
+    for file in named:
+        found = os.stat(file)
+        _check_packed(file, found.st_size, found.st_mtime_ns, has_rows=_suffix(Path(file)) == ".jsonl")
+    # Or `datasets` would take a name such as "run [1].txt" for a pattern, and read "run 1.txt".
+    files = [glob.escape(file) for file in named]
+    return _load(str(path), column, path=kind, data_files=files, split="train", streaming=streaming, **options)
 
 
 def _from_hub(data: Data) -> Documents:
@@ -153,18 +228,54 @@ def _from_hub(data: Data) -> Documents:
     )
 
 
+@contextlib.contextmanager
+def _readable(where: str) -> Iterator[None]:
+    """Raise `RecipeError` for missing names, splits, packages or network, and for files that cannot be read."""
+    # Some signs have a meaning in the addresses that `datasets` makes of names.
+    odd = " If it is there, rename it: only letters, digits and . _ - are safe." * bool(re.search(r"[^\w./ -]", where))
+    with reading(f"The text of {where}", odd, RecipeError):
+        try:
+            yield
+        except DatasetsError as error:
+            if isinstance(error.__cause__, SchemaInferenceError):  # The file has no rows.
+                raise RecipeError(f"{where} holds no text. Give a text file in UTF-8, without NUL bytes.") from error
+            if isinstance(error.__cause__, UnicodeDecodeError):
+                raise ValueError(f"{error.__cause__}; save it in UTF-8") from error
+            raise error.__cause__ or error from error
+
+
+@lru_cache
+def _check_packed(file: str, size: int, changed: int, *, has_rows: bool) -> None:
+    """Raise `RecipeError` for a packed file of another kind than gzip, and where a little of it unpacks to a lot.
+
+    `datasets` unpacks by the content, whatever the name says, and reads a row, or a text, at once.
+    """
+    with _readable(file), open(file, "rb") as packed:
+        head = packed.read(6)
+        if any(map(head.startswith, _PACKED)):
+            raise ValueError("it is a packed file of another kind than gzip; unpack it first")
+        most = LARGEST_ROW if has_rows else LARGEST_FILE
+        if not head.startswith(_GZIP) or size * _DENSEST <= most:
+            return
+        row = total = 0
+        with gzip.open(file) as unpacked:
+            while piece := unpacked.read(_PIECE):
+                total += len(piece)
+                end = piece.rfind(b"\n") if has_rows else -1
+                row = row + len(piece) if end < 0 else len(piece) - end - 1
+                if row > most or total > max(LARGEST_FILE, _DENSE * size):
+                    what = f"a row of more than {most / 1e6:,.0f} MB" if has_rows and row > most else "too much"
+                    raise ValueError(
+                        f"its {size / 1e6:,.1f} MB unpack to {what}, {total / 1e6:,.0f} MB so far; cut the text into "
+                        "more rows or files, or unpack it yourself"
+                    )
+
+
 def _load(where: str, column: str, **arguments: object) -> Documents:
     """Load a dataset and keep one column of it, as `TEXT`."""
-    try:
+    with _readable(where):
         documents = datasets.load_dataset(**arguments)
         first = next(iter(documents), None)
-    # `datasets` raises these for missing names, splits, files, packages or network, and for unreadable files.
-    except (DatasetsError, OSError, ValueError, RuntimeError, ImportError) as error:
-        cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error
-        if isinstance(cause, SchemaInferenceError):  # The file has no rows.
-            raise RecipeError(f"{where} holds no text. Give a text file in UTF-8, without NUL bytes.") from error
-        advice = ". Save it in UTF-8." if isinstance(cause, UnicodeDecodeError) else ""
-        raise RecipeError(f"The text of {where} cannot be read: {' '.join(str(cause).split())}{advice}") from error
     if first is None:
         raise RecipeError(f"{where} (split {arguments['split']}) holds no documents.")
     if column not in first:

@@ -24,6 +24,7 @@ from datasets.exceptions import DatasetGenerationError
 from torch import Tensor
 
 from hf_posenc.errors import RecipeError
+from hf_posenc.patches.directories import reading
 from hf_posenc.recipes.data import sources
 from hf_posenc.recipes.data.collation import Corruptor, corruptor
 from hf_posenc.recipes.schema.recipe import Data
@@ -38,6 +39,8 @@ SHUFFLE_BUFFER = 1024
 # Characters per tokenizer input, which needs some hundred bytes per character; longer texts are cut at blank lines.
 _PART = 2**20
 _BATCH = 64
+# Characters that are tokenised at once, some more for the last part.
+_TOGETHER = 2**21
 # Files that were not written to their end are full of NUL bytes.
 _NUL = "\0"
 
@@ -152,17 +155,35 @@ def end_token(tokenizer: Any) -> int:
 def tokenised(documents: sources.Documents, *, tokenizer: Any, most: int | None = None) -> Iterator[dict[str, Any]]:
     """Tokenise documents, each followed by the end-of-sequence token, until there are `most` tokens."""
     count, end = 0, end_token(tokenizer)
-    for batch in documents.iter(batch_size=_BATCH):
+    for batch in _batches(documents):
         texts = [list(_parts(text)) for text in map(_checked, batch[sources.TEXT]) if text and text.strip(_NUL)]
-        parts = iter(encode(tokenizer, [part for text in texts for part in text]))
+        groups = _grouped(part for text in texts for part in text)
+        parts = itertools.chain.from_iterable(encode(tokenizer, group) for group in groups)
         for text in texts:
-            ids = list(itertools.chain.from_iterable(itertools.islice(parts, len(text))))
-            yield {"ids": [*ids, end]}
-            count += len(ids) + 1
+            ids = [np.asarray(part, dtype=np.int32) for part in itertools.islice(parts, len(text))]
+            yield {"ids": np.concatenate([*ids, np.asarray([end], dtype=np.int32)])}
+            count += sum(map(len, ids)) + 1
             if most is not None and count >= most:
                 return
     if not count:
         raise RecipeError("There is no text: all documents are empty, or hold NUL bytes only.")
+
+
+def _batches(documents: sources.Documents) -> Iterator[dict[str, Any]]:
+    # A stream may turn out to be damaged, or out of reach, at any row.
+    with reading("The text", kind=RecipeError):
+        yield from documents.iter(batch_size=_BATCH)
+
+
+def _grouped(parts: Iterable[str]) -> Iterator[list[str]]:
+    """Yield parts of texts together, as many as the tokenizer reads at once."""
+    group: list[str] = []
+    for part in parts:
+        if group and sum(map(len, group)) + len(part) > _TOGETHER:
+            yield group
+            group = []
+        group.append(part)
+    yield group
 
 
 def _checked(text: Any) -> str | None:
@@ -200,14 +221,14 @@ def _parts(text: str) -> Iterator[str]:
 # -- windows -----------------------------------------------------------------------------------------------------------
 
 
-def cut_windows(documents: Iterable[Ids], length: int) -> Iterator[Example]:
-    """Cut the concatenated documents into windows of `length` tokens; the remainder is dropped."""
-    rest: Ids = []
+def cut_windows(documents: Iterable[Any], length: int) -> Iterator[Example]:
+    """Cut the concatenated documents, each token ids, into windows of `length` tokens; the remainder is dropped."""
+    rest = np.empty(0, dtype=np.int32)
     for ids in documents:
-        rest += ids
+        rest = np.concatenate([rest, np.asarray(ids, dtype=np.int32)])
         whole = len(rest) - len(rest) % length
         for start in range(0, whole, length):
-            window = rest[start : start + length]
+            window = rest[start : start + length].tolist()
             yield {"input_ids": window, "labels": window}
         rest = rest[whole:]
 
@@ -239,8 +260,9 @@ def _windows(
         )
 
 
-def _ids(tokens: sources.Documents) -> Iterator[list[int]]:
-    return (ids for batch in tokens.iter(batch_size=_BATCH) for ids in batch["ids"])
+def _ids(tokens: sources.Documents) -> Iterator[Any]:
+    """Return the tokens of each document; in arrays, since a list takes ten times the memory."""
+    return (ids for batch in tokens.with_format("numpy").iter(batch_size=_BATCH) for ids in batch["ids"])
 
 
 def _digest(ids: np.ndarray[Any, np.dtype[np.int32]]) -> bytes:

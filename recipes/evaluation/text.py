@@ -24,13 +24,12 @@ def read_text(source: str, column: str = "text") -> sources.Documents:
     if not sources.expanded(source).exists():
         # Any other name would be looked up on the hub.
         raise RecipeError(f"There is no file or folder {source}. Give one that is there, or {sources.BUILTIN!r}.")
-    # The same source for training avoids reading another one.
-    return sources.read(Data(source=source, held_out=source, column=column))[1]
+    return sources.whole(source, column)
 
 
 def token_ids(documents: sources.Documents, tokenizer: Any, most: int = HELD_OUT_TOKENS) -> Tensor:
     """Return the concatenated documents, each with an end-of-sequence token, int64 `[tokens]`, `most` at most."""
-    parts = [torch.tensor(row["ids"]) for row in tokenised(documents, tokenizer=tokenizer, most=most)]
+    parts = [torch.as_tensor(row["ids"]).long() for row in tokenised(documents, tokenizer=tokenizer, most=most)]
     return torch.cat(parts)[:most]
 
 
