@@ -15,7 +15,7 @@ from filelock import FileLock
 from models import DIRECTORIES, text_file
 from peft import AutoPeftModelForCausalLM
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -184,6 +184,69 @@ def test_a_text_that_was_changed_since_is_noticed(stopped: tuple[Recipe, Path]) 
     with pytest.raises(RecipeError, match=r"mine\.txt has other tokens than when the run in .*out began"):
         run.resume(out)
     text.write_bytes(before)
+
+
+def _another_weight(folder: Path) -> None:
+    found = load_file(folder / "model.safetensors")
+    found["model.layers.1.mlp.up_proj.weight"] += 0.5
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _another_config(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["rms_norm_eps"] = 1e-3
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def _another_tokenizer(folder: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    content["added_tokens"][-1]["lstrip"] ^= True
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def _another_text(folder: Path) -> None:
+    text = (folder / "mine.txt").read_text(encoding="utf-8")
+    (folder / "mine.txt").write_text(text[:9].swapcase() + text[9:], encoding="utf-8")
+
+
+CHANGED = {
+    "weights": (_another_weight, "mine", "its weights have changed"),
+    "config": (_another_config, "mine", r"rms_norm_eps of its config was 1e-06 and is 0\.001"),
+    "tokenizer": (_another_tokenizer, "mine", "its tokenizer has changed"),
+    "teacher": (_another_weight, "teacher", "The teacher .* its weights have changed"),
+    "text": (_another_text, ".", "has other tokens than when the run"),
+}
+
+
+@pytest.fixture(scope="module")
+def stopped_with_own_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, a teacher, a text, and a run of these that stopped after its first checkpoint."""
+    folder = tmp_path_factory.mktemp("own")
+    for name in ("mine", "teacher"):
+        shutil.copytree(place("tiny-llama"), folder / name)
+    shutil.copy(text_file(), folder / "mine.txt")
+    (folder / "recipe.yaml").write_text(BASE, encoding="utf-8")
+    keys = [f"data.source={folder / 'mine.txt'}", f"model={folder / 'mine'}", "distillation.share=0.5"]
+    recipe = Recipe.read(folder / "recipe.yaml", [*keys, f"distillation.teacher={folder / 'teacher'}"])
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 1)
+        with pytest.raises(Stop):
+            run.train(recipe, folder / "out")
+    return folder
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_what_a_run_reads_must_not_change_under_it(what: str, stopped_with_own_files: Path) -> None:
+    folder = stopped_with_own_files
+    change, place_of, said = CHANGED[what]
+    kept = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "out" not in path.parts}
+    change(folder / place_of)
+    try:
+        with pytest.raises(RecipeError, match=said):
+            run.resume(folder / "out")
+    finally:
+        for path, content in kept.items():
+            path.write_bytes(content)
 
 
 def test_a_run_is_resumed_in_any_directory(read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

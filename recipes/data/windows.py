@@ -39,6 +39,8 @@ SHUFFLE_BUFFER = 1024
 # Characters per tokenizer input, which needs some hundred bytes per character; longer texts are cut at blank lines.
 _PART = 2**20
 _BATCH = 64
+# Windows that are digested at once.
+_HASHED = 1024
 # Characters that are tokenised at once, some more for the last part.
 _TOGETHER = 2**21
 # Files that were not written to their end are full of NUL bytes.
@@ -66,6 +68,14 @@ class Prepared:
     held_out: Tensor
     tokens: int | None
     collate: Corruptor | None
+
+    def digest(self) -> str:
+        """Return a digest of all tokens, or for a stream of those that are held out."""
+        found = hashlib.blake2b(self.held_out.numpy().tobytes(), digest_size=16)
+        if isinstance(self.train, Dataset):
+            for batch in self.train.with_format("numpy").iter(batch_size=_HASHED):
+                found.update(np.ascontiguousarray(batch["input_ids"], dtype=np.int32).tobytes())
+        return found.hexdigest()
 
     @property
     def corrupt(self) -> Callable[[Tensor], Tensor] | None:
@@ -100,7 +110,7 @@ def load_data(
         raise RecipeError(
             'data.packing is "documents", which an encoder as it was cannot tell apart. Take data.packing: "windows".'
         )
-    of_tokenizer = _key(VERSION, _content(tokenizer))
+    of_tokenizer = _key(VERSION, content_of(tokenizer))
     tokens = _generated(partial(tokenised, tokenizer=tokenizer), documents, _IDS, of_tokenizer)
     measured = _generated(partial(tokenised, tokenizer=tokenizer, most=most), set_aside, _IDS, _key(of_tokenizer, most))
     held_out = [np.asarray(ids, dtype=np.int32) for ids in _ids(measured)]
@@ -296,7 +306,7 @@ def _key(*parts: object) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
-def _content(tokenizer: Any) -> str:
+def content_of(tokenizer: Any) -> str:
     """Return a tokenizer's content as one string, without the state that use changes."""
     if tokenizer.is_fast:
         state = json.loads(tokenizer.backend_tokenizer.to_str())

@@ -40,8 +40,9 @@ CHECKPOINTS, LOGS, MODEL = "checkpoints", "logs", "model"
 LOCK = f"{CHECKPOINTS}/.lock"
 # Result of the attention transfer, in its folder of checkpoints.
 TRANSFERRED = "transferred.safetensors"
-# Keys of the recipe, of the verdicts of the fit and the transfer, of the micro batches and of the text in run.json.
-KEPT, FIT, TRANSFER, MICRO, TEXT = "recipe", "fit", "transfer", "micro_batch_sizes", "text"
+# Keys of the recipe, of the verdicts of the fit and the transfer, of the micro batches, and of the fingerprints of the
+# text and of the models in run.json.
+KEPT, FIT, TRANSFER, MICRO, TEXT, BASE = "recipe", "fit", "transfer", "micro_batch_sizes", "text", "base"
 
 # Last file written into a checkpoint; it holds sizes and checksums of the others.
 MARKER = "complete.json"

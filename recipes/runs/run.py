@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from accelerate.utils import patch_environment
 from filelock import BaseFileLock, FileLock
+from pydantic_core import to_jsonable_python
 from rich.console import Console
 from torch.utils.data import Subset
 from transformers import TrainerCallback, TrainerState, default_data_collator, set_seed
@@ -26,6 +27,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_posenc.errors import RecipeError, StorageError, shown
 from hf_posenc.patches.architecture import of_model
+from hf_posenc.patches.binding import differing, fingerprint
 from hf_posenc.patches.directories import UNFINISHED, publish, published, reading, storing, write_text
 from hf_posenc.patches.patch import disabled, native_scheme, patch, set_strength
 from hf_posenc.patches.plan import Plan, plan
@@ -33,7 +35,7 @@ from hf_posenc.patches.rotary import native_rope, set_rope
 from hf_posenc.recipes import loading, storage
 from hf_posenc.recipes.data import sources
 from hf_posenc.recipes.data.collation import Collator, MixedLengths
-from hf_posenc.recipes.data.windows import Prepared, load_data
+from hf_posenc.recipes.data.windows import Prepared, content_of, load_data
 from hf_posenc.recipes.evaluation.generation import Generation, compared
 from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.evaluation.measure import Workers
@@ -70,6 +72,8 @@ from hf_posenc.recipes.training.transfer import BEST, AttentionTransfer, BestLay
 # Context in which a model computes as it was loaded.
 Original = Callable[[Any], contextlib.AbstractContextManager[None]]
 
+# Keys of a config that say where it comes from, or in which dtype it was saved.
+_OF_NO_MATTER = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 _LOGS_VARIABLE = "TENSORBOARD_LOGGING_DIR"
 # Windows for `fit`; tokens that judge the transfer.
 _FITTED = 16
@@ -177,6 +181,7 @@ class _Run:
         self.fitted: dict[str, Any] | None = record.get(files.FIT)
         self.transferred: dict[str, Any] | None = record.get(files.TRANSFER)
         self.processes, self.text = processes(), ""
+        self.base: dict[str, dict[str, Any]] = {}
         # Of the training of all weights, or of what follows it: after that, nothing needs the start.
         self.checkpoint = files.last(self.checkpoints / "lengthen") or files.last(self.checkpoints)
         for folder in (self.checkpoints, *(self.checkpoints / name for name in ("transfer", "lengthen"))):
@@ -196,6 +201,7 @@ class _Run:
         recipe, evaluation = self.recipe, self.recipe.evaluation
         set_seed(recipe.training.seed)
         model, tokenizer = self._load()
+        self._check_base(model, tokenizer)
         checks.check_unconverted(recipe, model.config)
         check_targets(model, recipe.adapter)
         check_teacher(recipe, model.config)
@@ -222,6 +228,9 @@ class _Run:
             self.micro = self.micro or micro
             with as_loaded(model) if planned is None else contextlib.nullcontext():
                 self.teacher = teacher_of(model, recipe)
+            if self.teacher is not None and recipe.distillation.teacher is not None:
+                self.base["teacher"] = fingerprint_of(self.teacher.model)
+                self._check_same("teacher", f"The teacher {recipe.distillation.teacher}")
             plans = stages(self._sized(), model)
             facts = Facts.of(
                 model,
@@ -299,10 +308,23 @@ class _Run:
             model.to(self.processes.device)
         return model, tokenizer
 
+    def _check_base(self, model: Any, tokenizer: Any) -> None:
+        """Raise `RecipeError` if model or tokenizer are not those with which the run began."""
+        self.base["model"] = fingerprint_of(model, tokenizer)
+        self._check_same("model", f"The model {self.recipe.model}")
+
+    def _check_same(self, name: str, what: str) -> None:
+        """Raise `RecipeError` if a model has another fingerprint than when the run began."""
+        there = record_of(self.folder).get(files.BASE, {}) if has_begun(self.folder) else {}
+        if changes := differences(there.get(name, {}), self.base[name]):
+            raise RecipeError(
+                f"{what} is not the one with which the run in {self.folder} began: {'; '.join(changes)}. Put it back, "
+                "or train in another folder."
+            )
+
     def _check_text(self, data: Prepared) -> None:
         """Raise `RecipeError` if the text is not that with which the run began."""
-        digest = hashlib.blake2b(data.held_out.numpy().tobytes(), digest_size=16).hexdigest()
-        self.text = f"{digest}, {data.tokens} tokens"
+        self.text = f"{data.digest()}, {data.tokens} tokens"
         if has_begun(self.folder) and record_of(self.folder).get(files.TEXT, self.text) != self.text:
             raise RecipeError(
                 f"The text of {self.recipe.data.read_from} has other tokens than when the run in {self.folder} began, "
@@ -376,6 +398,7 @@ class _Run:
             files.TRANSFER: self.transferred,
             files.MICRO: {**there.get(files.MICRO, {}), str(self.processes.num_processes): self.micro},
             files.TEXT: self.text,
+            files.BASE: self.base,
             "starts": [*there.get("starts", []), start],
         }
 
@@ -547,6 +570,31 @@ def _located(recipe: Recipe) -> Recipe:
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def fingerprint_of(model: Any, tokenizer: Any = None) -> dict[str, Any]:
+    """Return what tells a model, before it is converted, and its tokenizer from others, as JSON values."""
+    config = {key: value for key, value in model.config.to_dict().items() if key not in _OF_NO_MATTER}
+    return {
+        "config": to_jsonable_python(config, inf_nan_mode="null", fallback=str),
+        "weights": fingerprint(model, ()),
+        "tokenizer": None if tokenizer is None else hashlib.sha256(content_of(tokenizer).encode()).hexdigest(),
+    }
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return in words how fingerprints differ, as far as both are known."""
+    one, other = (each.get("config") or {} for each in (before, now))
+    # Another transformers may have other keys.
+    found = [
+        f"{key} of its config was {shown(one[key])} and is {shown(other[key])}"
+        for key in sorted(one.keys() & other.keys())
+        if one[key] != other[key]
+    ]
+    parts = differing(before.get("weights") or {}, now.get("weights") or {})
+    found += ["its weights have changed"] * bool(parts)
+    changed = None not in (keys := (before.get("tokenizer"), now.get("tokenizer"))) and keys[0] != keys[1]
+    return found + ["its tokenizer has changed"] * changed
 
 
 def _narrow(model: Any, scheme: str | None, converted: Mapping[str, Sequence[int]], window: int) -> None:
