@@ -121,8 +121,7 @@ OUT_OF_RANGE = [
     ("fire", CAUSAL, "width", 0, {}, "at least 1"),
     ("learned", CAUSAL, "num_positions", 0, {}, "at least 1"),
     ("learned", geometry(max_positions=None), "num_positions", None, {}, "a number of rows, at least 1"),
-    ("learned", CAUSAL, "init", "native", {}, "'normal' or 'zero': the model has no learned table of 64 positions"),
-    ("learned", OWN_POSITIONS, "init", "native", {"num_positions": 31}, "no learned table of 31 positions"),
+    ("learned", CAUSAL, "init", "native", {}, "'normal' or 'zero': the model has no learned table that can have 64"),
     ("learned", OWN_T5, "init", "native", {}, "no learned table"),
     ("rope", CAUSAL, "theta", 1.0, {}, "a number above 1"),
     ("rope", CAUSAL, "proportion", 0.0, {}, "a number above 0, at most 1"),
@@ -190,7 +189,7 @@ def test_option_out_of_range(name: str, shape: Geometry, option: str, got: objec
 def test_a_native_table_is_the_start(init: str) -> None:
     table = torch.randn(32, HIDDEN)
     scheme = build("learned", geometry(native=NativeTable("learned", table)), init=init)
-    assert scheme.options() == {"num_positions": 32, "init": "native"}
+    assert scheme.options() == {"num_positions": 32, "init": "native", "growth": "extend"}
     assert torch.equal(scheme.wpe.weight, table)
     table = torch.randn(16, HEADS)
     scheme = build("t5", geometry(native=NativeTable("t5", table, 40)), init=init)
