@@ -247,9 +247,9 @@ def stated_samples(
             )
     if given[_NUMBERS] is not None:
         found[_NUMBERS] = given[_NUMBERS].to(device)
-    numbered = mask is not None and mask.ndim == 2 and not mask.is_floating_point() and mask.dtype != torch.bool
-    if numbered and not traced and bool(_starts(mask, mask != 0, torch.ne).any()):
-        found["attention_mask"] = mask[:, :length].to(device)
+    if mask is not None and mask.ndim == 2 and not (mask.is_floating_point() or mask.dtype == torch.bool or traced):
+        several = bool(_starts(mask, mask != 0, torch.ne).any())
+        found |= {"attention_mask": mask[:, :length].to(device)} if several else {}
     for name, numbers in found.items():
         if not traced and bool(past != 0):
             raise CacheError(

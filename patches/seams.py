@@ -12,9 +12,16 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_posenc.attention import Call, Mask, from_tensor, run
-from hf_posenc.errors import ArchitectureError, AttentionBackendError, DirectionError, NotPatchedError
+from hf_posenc.errors import (
+    ArchitectureError,
+    AttentionBackendError,
+    DirectionError,
+    NotPatchedError,
+    OptionError,
+)
 from hf_posenc.operands import LARGEST_COUNT, Block, Positions, Projection, Tokens, check_coords
 from hf_posenc.ops import grouped_matmul
 from hf_posenc.patches import cache as token_cache
@@ -55,6 +62,9 @@ CONTENT = "content"
 CONTEXT = "posenc"
 # The keyword under which a step of generation says which of its tokens are no padding, where the mask does not.
 REAL = "posenc_real"
+# Keywords that stock modules hand on to attention functions, which read some of them.
+FUNCTION_ARGUMENTS = frozenset(inspect.signature(sdpa_attention_forward).parameters) - {"attention_mask", "is_causal"}
+FUNCTION_ARGUMENTS |= {"mask", "sliding_window", "softcap", "s_aux"}
 # The keyword under which callers pass coordinates.
 COORDS = "position_coords"
 
@@ -350,12 +360,33 @@ class PosencBody(Switch):
             return super().forward(**call, **{CONTEXT: Context()})  # type: ignore[misc]
         check_backend(self.config._attn_implementation)
         check_tensors(call)
+        self.check_keywords(call)
         call = self.prepare(call)
         output = self.run(call)
         context: Context | None = call.get(CONTEXT)
         if context is not None and context.packed is not None:
             token_cache.mark_packed(output)
         return output
+
+    def check_keywords(self, call: Mapping[str, Any]) -> None:
+        """Raise if a keyword would go through all modules to the attention function, and change what that computes.
+
+        Raises:
+            DirectionError: It says that an encoder is causal, or a decoder is not.
+            OptionError: It is another argument of attention functions.
+        """
+        for name in FUNCTION_ARGUMENTS - {*self.posenc_arguments}:
+            if call.get(name) is not None:
+                raise OptionError(
+                    f"Got {name}, an argument of attention functions; patched models take it from their config. Leave "
+                    "it out."
+                )
+        given, stated = call.get("is_causal"), getattr(self.config, "is_causal", None)
+        if given is None and stated is False and self.is_causal_stack():
+            given = stated
+        if given is not None and bool(given) != self.is_causal_stack():
+            kind = "encoders are not" if given else "decoders are"
+            raise DirectionError(f"Got is_causal={given}; patched {kind} causal. Leave it out, or use the stock model.")
 
     def run(self, call: dict[str, Any]) -> Any:
         """Call the stock forward with the arguments that `prepare` returned."""
@@ -370,12 +401,6 @@ class PosencBody(Switch):
         cache = token_cache.cache_of(call)
         if not token_cache.is_known(cache) and any(isinstance(module, PosencAttention) for module in self.modules()):
             token_cache.check(cache)  # not of a stack that was left out
-        if (
-            call.get("is_causal") is False or getattr(self.config, "is_causal", True) is False
-        ) and self.is_causal_stack():
-            raise DirectionError(
-                "Got is_causal=False; patched decoders are causal. Leave it out, or use the stock model."
-            )
         batch, length = inputs.shape[:2]
         given = self.given_positions(call)
         # A dict has the masks of generation, one for each type of layer.

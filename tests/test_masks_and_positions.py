@@ -13,7 +13,8 @@ from torch import Tensor
 
 import hf_posenc
 from hf_posenc import PosencError
-from hf_posenc.errors import PositionError, ShapeError
+from hf_posenc.errors import DirectionError, OptionError, PositionError, ShapeError
+from hf_posenc.patches.seams import FUNCTION_ARGUMENTS
 
 ROWS, LENGTH = 2, 7
 ONES = torch.ones(ROWS, LENGTH, dtype=torch.long)
@@ -118,3 +119,13 @@ def test_rows_without_a_token_are_finite_and_change_no_other(scheme: str) -> Non
             got = forward(model, "llama", attention_mask=mask)
             assert got.isfinite().all()
             torch.testing.assert_close(got[1], want[1], **SAME)
+
+
+@pytest.mark.parametrize("name", [*sorted(FUNCTION_ARGUMENTS - {"cache", "kwargs"}), "is_causal"])
+@pytest.mark.parametrize("architecture", once(["llama", "bert", "gpt2", "t5", "modernbert", "vit", "gpt_oss"]))
+def test_keywords_of_attention_functions_are_refused(architecture: str, name: str) -> None:
+    """Stock modules hand them on, and sdpa adds a `position_bias` or hides keys where it reads one."""
+    model = hf_posenc.patch(stock(architecture), "alibi")
+    value = auto(architecture).__name__ != "AutoModelForCausalLM" if name == "is_causal" else 0.5
+    with pytest.raises((DirectionError, OptionError), match=name):
+        model(**inputs(architecture, tokens(architecture, ROWS, LENGTH)), **{name: value})

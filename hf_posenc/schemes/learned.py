@@ -112,5 +112,5 @@ def _interpolated(table: Tensor, count: int, *, grid: bool) -> Tensor:
     if not grid:
         return F.interpolate(columns, size=count, mode="linear", align_corners=True)[0].T
     old, new = math.isqrt(len(table) - 1), math.isqrt(count - 1)
-    patches = F.interpolate(columns[..., 1:].unflatten(-1, (old, old)), size=(new, new), mode="bicubic")
+    patches = F.interpolate(columns[..., 1:].reshape(1, -1, old, old), size=(new, new), mode="bicubic")
     return torch.cat((table[:1].float(), patches.flatten(2)[0].T))
