@@ -8,7 +8,7 @@ import math
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import transformers
@@ -95,6 +95,12 @@ class Architecture(ABC):
         """Return the width of the embeddings that positions are added to."""
         return self.geometry(body, 0).hidden_size
 
+    def check_native(self, body: nn.Module) -> None:  # noqa: B027 - there may be nothing to compare
+        """Raise `ArchitectureError` if a body's own encoding is not what its config states, since schemes go by that.
+
+        It was changed after loading, and a saved model would be loaded without the change.
+        """
+
     def embedding_rms(self, body: nn.Module) -> float | None:
         """Return the root mean square of embedded inputs; `None` while the weights have no storage, or if unknown."""
         return None
@@ -115,6 +121,14 @@ def stated_length(config: Any) -> int | None:
     """Return the number of positions that a config states; `None` if it states none."""
     names = ("max_position_embeddings", "n_positions")
     return next((int(length) for name in names if (length := getattr(config, name, None))), None)
+
+
+def refuse_changed(body: object, what: str) -> NoReturn:
+    """Raise `ArchitectureError` for an encoding that is not what the config states, which words say."""
+    raise ArchitectureError(
+        f"Cannot patch {type(body).__name__}: {what}, so the encoding or the config was changed after loading, and a "
+        "saved model would lose that. Make the change in the config before the model is built or loaded."
+    )
 
 
 def weight_of(module: nn.Module, name: str = "weight") -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import ArchitectureError
 from hf_posenc.operands import Block, Geometry, NativeTable
-from hf_posenc.patches.architecture import weight_of
+from hf_posenc.patches.architecture import refuse_changed, weight_of
 from hf_posenc.patches.cache import cache_of, self_attention
 from hf_posenc.patches.context import (
     Context,
@@ -158,6 +158,14 @@ class BucketFamily(Family):
 
     def native_parameters(self, body: nn.Module) -> Sequence[nn.Parameter]:
         return [owner.relative_attention_bias.weight for owner in self.owners(body)]
+
+    def check_native(self, body: Any) -> None:
+        config = body.config
+        for owner in self.owners(body):
+            live = (owner.relative_attention_bias.num_embeddings, owner.relative_attention_max_distance)
+            stated = (config.relative_attention_num_buckets, config.relative_attention_max_distance)
+            if live != stated:
+                refuse_changed(body, f"it has buckets and a largest distance of {live}, and its config states {stated}")
 
     def geometry(self, body: Any, layer: int) -> Geometry:
         config, attention, owners = body.config, cast(Any, self.attentions(body)[layer]), self.owners(body)

@@ -18,7 +18,14 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from hf_posenc.errors import ArchitectureError, PositionError
 from hf_posenc.operands import Geometry, NativeTable
-from hf_posenc.patches.architecture import Architecture, embedding_rms, register_architecture, stated_length, weight_of
+from hf_posenc.patches.architecture import (
+    Architecture,
+    embedding_rms,
+    refuse_changed,
+    register_architecture,
+    stated_length,
+    weight_of,
+)
 from hf_posenc.patches.checkpoint import PosencConfig
 from hf_posenc.patches.context import Context, Switch
 from hf_posenc.patches.models import PosencGenerator, PosencModel
@@ -31,7 +38,7 @@ from hf_posenc.patches.probe import (
     read_facts,
     refuse,
 )
-from hf_posenc.patches.rotary import later_frequencies, of_kind
+from hf_posenc.patches.rotary import changed_at, later_frequencies, of_kind
 from hf_posenc.patches.seams import CONTEXT, PosencAttention, PosencBody, PosencLayer
 
 # Fields of configs that name the activation.
@@ -288,6 +295,20 @@ class RotaryFamily(Family):
     native_fades = True
     acting = RotaryBody
 
+    def check_native(self, body: Any) -> None:
+        config, live = body.config, getattr(body, "rotary_emb", None)
+        if live is None:
+            return
+        known = vars(inspect.getmodule(self.body))
+        (stock, *_) = [each for name, each in known.items() if name.endswith("RotaryEmbedding")]
+        for kind in dict.fromkeys(config.layer_types if kinds_vary(stock) else [""]):
+            try:
+                place = changed_at(live, stock, config, kind, stated_length(config) or 2048)
+            except Exception as error:  # of any kind: the code may be the user's
+                refuse_changed(body, f"its rotation does not run like that of its config ({error})")
+            if place is not None:
+                refuse_changed(body, f"at position {place} it rotates otherwise than its config states")
+
     @classmethod
     def lock(cls, config: type, rotary: Sequence[type]) -> tuple[str, Any]:
         # Configs with a rotation for each type of layer take any other for that of all types.
@@ -343,6 +364,11 @@ class TableFamily(Family):
         with torch.device("meta"):
             table = table_of(self.body(small))
         return table.num_embeddings - first_row(table)
+
+    def check_native(self, body: nn.Module) -> None:
+        table, stated = table_of(body), self.trained_length(cast(Any, body).config)
+        if table.num_embeddings - first_row(table) != stated:
+            refuse_changed(body, f"its table has {table.num_embeddings} rows, and its config states {stated} positions")
 
     def geometry(self, body: nn.Module, layer: int) -> Geometry:
         table = table_of(body)

@@ -60,7 +60,8 @@ def patch(
 ) -> Model:
     """Replace the positional encoding of a loaded model, in place.
 
-    Only this instance changes, and after an error it is as before. Patching again replaces the scheme; calls on
+    Only this instance changes, and after an error it is as before. The model's own encoding must be that of its config:
+    one that was changed after loading is refused. Patching again replaces the scheme; calls on
     disjoint `layers` compose. New parameters are float32 whatever the model's dtype, on the device of their layer. The
     model's old name (`config._name_or_path`) names another model now, so loading by it raises until the model is saved.
 
@@ -279,6 +280,8 @@ def prepare(
     bodies = _choose_stacks(architecture, model, stacks)
     chosen = {name: choose_layers(layers, len(architecture.attentions(body))) for name, body in bodies.items()}
     _check_layers(architecture, bodies, chosen)
+    for body in bodies.values():
+        architecture.check_native(body)
     is_causal = any(architecture.geometry(body, 0).causal for body in bodies.values())
     if is_causal and getattr(model.config, "is_causal", True) is False:
         raise DirectionError(

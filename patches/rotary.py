@@ -49,6 +49,32 @@ def later_frequencies(config: Any, kind: str = "") -> tuple[int | None, Tensor |
     return limit, frequencies.float()
 
 
+def changed_at(live: Any, stock: Any, config: Any, kind: str, length: int) -> int | None:
+    """Return a position at which a rotary module turns otherwise than a config states, `None` if at none.
+
+    `model.to(bfloat16)` rounds the frequencies, and training goes on with these, so rounded ones pass.
+    """
+    buffer = next(iter(live.buffers()), torch.empty(0))
+    if buffer.is_meta:
+        return None
+    # Some types change their frequencies with the length, also those of a module that is called here.
+    live = copy.deepcopy(live)
+    expected = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        with torch.device("cpu"):
+            expected.append(stock(config).to(dtype).float().to(buffer.device))
+    for most in (127, length - 1, 2 * length):
+        positions = torch.tensor([[0, 1, 2, 17, most]], device=buffer.device)
+        given = (torch.zeros(1, device=buffer.device), positions.clamp(max=most))
+        found = torch.stack(live(*given, **of_kind(kind))).float()
+        wanted = [torch.stack(each(*given, **of_kind(kind))) for each in expected]
+        # The angle of a frequency that another device computed is off by so much.
+        apart = [((found - each).abs().amax(dim=(0, 1, 3)) > 1e-5 + 1e-6 * positions[0]).tolist() for each in wanted]
+        if all(map(any, apart)):
+            return int(positions[0, apart[0].index(True)])
+    return None
+
+
 def check_scheme(name: object) -> None:
     """Raise `UnknownSchemeError` for a rope type of transformers, which is no scheme, with the way to it."""
     if isinstance(name, str) and name in ROPE_INIT_FUNCTIONS:

@@ -13,7 +13,7 @@ from transformers.models.vit.modeling_vit import ViTEmbeddings
 from hf_posenc.coordinates import grid
 from hf_posenc.errors import PositionError, ShapeError
 from hf_posenc.operands import Geometry, NativeTable, check_coords
-from hf_posenc.patches.architecture import embedding_rms, weight_of
+from hf_posenc.patches.architecture import embedding_rms, refuse_changed, weight_of
 from hf_posenc.patches.context import Context, Switch, is_this_thread, real_tokens, refuse_samples, this_thread
 from hf_posenc.patches.family import Family, add_family
 from hf_posenc.patches.seams import CONTEXT, COORDS, PosencBody
@@ -132,6 +132,13 @@ class ViTFamily(Family):
 
     def swapped(self, body: Any) -> Sequence[nn.Module]:
         return [body.embeddings]
+
+    def check_native(self, body: Any) -> None:
+        rows, config = body.embeddings.position_embeddings.shape[1], body.config
+        with torch.device("meta"):
+            stated = ViTEmbeddings(config).position_embeddings.shape[1]
+        if rows != stated:
+            refuse_changed(body, f"its table has {rows} rows, and its config states {stated}")
 
     def geometry(self, body: Any, layer: int) -> Geometry:
         table = weight_of(body.embeddings, "position_embeddings").detach()[0]
