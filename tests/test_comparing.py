@@ -44,11 +44,11 @@ CONFIG = load_tiny_llama()[0].config
 
 
 def entered(
-    *overrides: str, schemes: tuple[str, ...] | None = ("fire", "rope"), config: Any = CONFIG
+    *overrides: str, schemes: tuple[str, ...] | None = ("fire", "rope"), config: Any = CONFIG, model: str = "here"
 ) -> dict[str, Recipe]:
-    if not any(pair.startswith("data") for pair in overrides):
+    if model == "here" and not any(pair.startswith("data") for pair in overrides):
         overrides = (*overrides, "data=builtin")
-    return contestants("here", config, schemes=schemes, budget=7, overrides=overrides, samples=2)
+    return contestants(model, config, schemes=schemes, budget=7, overrides=overrides, samples=2)
 
 
 def test_all_have_one_budget_and_one_training_and_what_differs_is_told(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_all_have_one_budget_and_one_training_and_what_differs_is_told(tmp_path:
         (changes[:1], r"mine has training.batch_size=16, and native 8"),
     ):
         with pytest.raises(RecipeError, match=said):
-            entered(*given, schemes=(str(mine), "rope"))
+            entered(*given, schemes=(str(mine), "rope"), model="tiny-llama")
     assert {each.training.batch_size for each in entered(*changes, schemes=(str(mine), "rope")).values()} == {16}
 
 

@@ -59,7 +59,6 @@ data     builtin, 1,000,000 training tokens, 0.41 epochs
 teacher  the original (loss weight 0.5)
 compute  2 x CPU with 2 threads, bfloat16
 caution  The patched model computes another function and must be adapted.
-time     unknown until the first steps are done
 """
 
 

@@ -140,10 +140,10 @@ def measured(path: Path, *, every: int, begin: int = 0, until: int | None = None
     taken: list[Grid] = []
     out = io.StringIO()
 
-    def measure(model: Any) -> Grid:
+    def measure(model: Any) -> tuple[Grid, dict[str, Grid]]:
         torch.rand(3)  # an evaluation may draw
         taken.append(grid())
-        return taken[-1]
+        return taken[-1], {}
 
     state, console = TrainerState(max_steps=6, global_step=begin), Console(file=out, width=100)
     measuring = Measuring(Measurements.load(path), measure, every=every, console=console)
@@ -175,7 +175,7 @@ def test_when_it_measures_and_nothing_twice(tmp_path: Path) -> None:
 
 def test_the_rows() -> None:
     out = io.StringIO()
-    measuring = Measuring(Measurements(), lambda model: wanted.pop(0), console=Console(file=out, width=30))
+    measuring = Measuring(Measurements(), lambda model: (wanted.pop(0), {}), console=Console(file=out, width=30))
     wanted = [
         Grid(PERPLEXITY, {"tokens read": (64, 2048)}, torch.tensor(rows, dtype=torch.float64).log())
         for rows in ([[2.25], [math.nan]], [[3.5], [1234.4]])
@@ -191,8 +191,8 @@ def test_the_rows() -> None:
 
 
 def test_a_handover_starts_at_the_native_model_and_ends_without_it(tmp_path: Path) -> None:
-    def measure(model: Any) -> Grid:
-        return context_curve(model, text(400), (64, 128), windows=2)
+    def measure(model: Any) -> tuple[Grid, dict[str, Grid]]:
+        return context_curve(model, text(400), (64, 128), windows=2), {}
 
     model = stock("llama")
     measurements = Measurements()

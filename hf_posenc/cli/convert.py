@@ -101,6 +101,7 @@ def layers(
     from rich.progress import Progress
 
     from hf_posenc.patches.architecture import of_model
+    from hf_posenc.recipes import durations
     from hf_posenc.recipes.data.collation import corruptor
     from hf_posenc.recipes.evaluation.request import text_for
     from hf_posenc.recipes.evaluation.text import read_text, token_ids
@@ -136,6 +137,9 @@ def layers(
             steps=steps,
             batch_size=batch,
             progress=lambda done: bar.update(task, completed=done),
+            tell=lambda seconds: console.print(
+                f"time: {durations.words(seconds)} for {steps} steps and {count} layers", highlight=False
+            ),
         )
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found), indent=2))

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hf_posenc.recipes.runs.run import Outcome
-    from hf_posenc.recipes.schema.recipe import Recipe
 
 recipes_app = typer.Typer()
 app.add_typer(recipes_app, name="recipes")
@@ -101,7 +100,13 @@ def train(
     quiet()
     read = Recipe.read(recipe, overrides or [])
     if dry_run:
-        typer.echo(_plan(read))
+        from hf_posenc.recipes import durations
+        from hf_posenc.recipes.runs.facts import rows
+        from hf_posenc.recipes.runs.forecast import facts_of, seconds_for
+
+        facts, data = facts_of(read)
+        typer.echo("\n".join(f"{name:<16} {value}" for name, value in rows(facts)))
+        typer.echo(f"{'time':<16} {durations.listed(seconds_for(read, data))}")
         return
     if out is None:
         raise typer.BadParameter("Got none; expected the folder of the run.", param_hint="--out")
@@ -160,46 +165,3 @@ def _follow(folder: Path, do: Callable[[Console], Outcome]) -> None:
         typer.echo(f"    hf-posenc eval {control} {quoted}")
     if verdict is None or not verdict.is_bad:
         typer.echo(f"\nTo push it:\n\n    hf-posenc push {quoted} REPO")
-
-
-def _plan(recipe: Recipe) -> str:
-    """Return the facts of a recipe's run; of the model only the config is read, of the text about a window."""
-    from hf_posenc.patches import patch as patching
-    from hf_posenc.patches import plan as planning
-    from hf_posenc.recipes import loading
-    from hf_posenc.recipes.data.windows import load_data
-    from hf_posenc.recipes.memory import micro_batches
-    from hf_posenc.recipes.runs.facts import Facts, rows
-    from hf_posenc.recipes.schema import checks
-    from hf_posenc.recipes.training.adapter import attach, check_targets
-    from hf_posenc.recipes.training.stages import stages
-    from hf_posenc.recipes.training.trainer import check_teacher
-    from hf_posenc.recipes.training.transfer import AttentionTransfer
-
-    config = loading.load_config(recipe.model)
-    checks.check_unconverted(recipe, config)
-    check_teacher(recipe, config)
-    length, own = checks.lengths(recipe, config)
-    longest = max(stage.length or length for stage in recipe.stages().values())
-    tokenizer = loading.load_tokenizer(loading.place(recipe.model))
-    data = load_data(recipe.data, tokenizer, length=longest, config=config, checks=True)
-    model, conversion, planned = planning.skeleton(config), recipe.conversion, None
-    check_targets(model, recipe.adapter)
-    if conversion.scheme is not None:
-        planned = planning.plan(model, conversion.scheme, **conversion.keywords)
-        patching.patch(model, conversion.scheme, **conversion.keywords)
-    checks.check_tables(recipe, model, length)
-    model = attach(model, recipe.adapter)
-    if "transfer" in recipe.stages():
-        AttentionTransfer(model, projections=recipe.moves_projections)  # It refuses what it cannot transfer.
-    _, estimate = micro_batches(recipe, model, length)
-    facts = Facts.of(
-        model,
-        recipe,
-        planned,
-        trained_length=own,
-        data_tokens=data.tokens,
-        stages=stages(recipe, model),
-        memory=estimate,
-    )
-    return "\n".join(f"{name:<16} {value}" for name, value in rows(facts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import shlex
@@ -18,18 +19,19 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from hf_posenc import registry
-from hf_posenc.errors import OptionError, RecipeError, StorageError, shown
+from hf_posenc.errors import OptionError, PosencError, RecipeError, StorageError, shown
 from hf_posenc.patches.directories import OutputError, published, write_text
-from hf_posenc.recipes import library, storage
+from hf_posenc.recipes import durations, library, storage
 from hf_posenc.recipes.comparison.findings import NATIVE, ORIGINAL, Examiner, Findings
 from hf_posenc.recipes.comparison.verdict import SHORT, Verdict, judge
-from hf_posenc.recipes.data.windows import load_data
+from hf_posenc.recipes.data.windows import Prepared, load_data
 from hf_posenc.recipes.evaluation.perplexity import TARGETS
 from hf_posenc.recipes.loading import auto_class, load
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.reports import Cell, Table, counted, render, versions
 from hf_posenc.recipes.runs import run
 from hf_posenc.recipes.runs.files import MODEL, RECIPE, check_writable, take
+from hf_posenc.recipes.runs.forecast import seconds_for
 from hf_posenc.recipes.schema import checks, fields
 from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Evaluation, Recipe, Transfer
 
@@ -118,6 +120,8 @@ def compare(
     length = control.training.length
     assert length is not None
     data = load_data(control.data, tokenizer, length=length, seed=control.training.seed, config=config)
+    if console is not None and not (folder / REQUEST).is_file():
+        _tell_time(recipes, data, length, console)
     examiner = Examiner(control, config, tokenizer, data, measures=measures, samples=samples, console=console)
     if not (folder / REQUEST).is_file():
         (folder / RUNS).mkdir(parents=True, exist_ok=True)
@@ -153,6 +157,17 @@ def compare(
         made=_points(made),
     )
     return Comparison(folder, {ORIGINAL: original, **found}, failed, verdict)
+
+
+def _tell_time(recipes: Mapping[str, Recipe], data: Prepared, length: int, console: Console) -> None:
+    """Print how long the training of all will take, from a step of each."""
+    found: dict[str, float] = {}
+    for name, recipe in recipes.items():
+        # A recipe of one's own may have long windows.
+        texts = {stage.length or length: data for stage in recipe.stages().values()}
+        with contextlib.suppress(PosencError):  # It fails in its turn, which names the scheme.
+            found[name] = sum(seconds_for(recipe, texts).values())
+    console.print(f"time: {durations.listed(found)}, and measuring", highlight=False, markup=False, soft_wrap=True)
 
 
 def _check_folder(folder: Path, asked: Mapping[str, Any]) -> None:

@@ -33,6 +33,8 @@ from hf_posenc.recipes.schema.recipe import Data
 VERSION = 2
 # Maximum number of held-out tokens: 16 windows of a quarter of a million tokens, in 32 MB of memory.
 HELD_OUT_TOKENS = 2**22
+# Held-out tokens that a check reads: enough for the windows of most measurements.
+_CHECKED = 2**16
 # Windows in the shuffle buffer of a stream.
 SHUFFLE_BUFFER = 1024
 
@@ -91,7 +93,7 @@ def load_data(
     Each document ends with the tokenizer's end-of-sequence token, or its separator if it has none. No other special
     token is added, and special tokens in the text are read as plain text. Copies of held-out documents are not trained
     on either. By its `config`, an encoder-decoder or an encoder restores corrupted windows. If it only `checks`, it
-    reads about a window of the text, and of what is held out, to find errors, and `tokens` is an estimate.
+    reads about a window of the text, and little of what is held out, to find errors, and `tokens` is an estimate.
 
     Raises:
         RecipeError: The text is missing, too short for a window, or unsuitable for the model.
@@ -104,7 +106,7 @@ def load_data(
         documents, set_aside = (
             part.to_iterable_dataset() if isinstance(part, Dataset) else part for part in (documents, set_aside)
         )
-    most, end = length + 1 if checks else HELD_OUT_TOKENS, end_token(tokenizer)
+    most, end = max(length + 1, _CHECKED) if checks else HELD_OUT_TOKENS, end_token(tokenizer)
     collate = None if config is None else corruptor(config, tokenizer, seed=seed)
     if collate is not None and data.packing == "documents":
         raise RecipeError(

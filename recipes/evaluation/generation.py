@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_posenc.errors import PositionError
 from hf_posenc.recipes.evaluation.grid import Grid, Point, Quantity, share, successes
-from hf_posenc.recipes.evaluation.measure import Corruption, Measure, Workers
+from hf_posenc.recipes.evaluation.measure import Corruption, Measure, Piece, Workers
 from hf_posenc.recipes.evaluation.perplexity import spread_windows
 from hf_posenc.recipes.evaluation.predictions import answer_predictions, correct, table_end
 
@@ -96,8 +96,13 @@ class Generation(Measure):
             f"that were written before. Copy: a list of words; recall: one of four codes by its name."
         )
 
-    def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
+    def pieces(self) -> Sequence[Piece]:
+        """Return the prompts to continue."""
         rows = [(window, torch.tensor(_PROMPTS[at % len(_PROMPTS)])) for at, window in enumerate(self._windows)]
+        return [(max(_PROMPTS) + _WRITTEN, rows, self._continued)]
+
+    def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
+        ((_, rows, _),) = self.pieces()
         written = workers.map(partial(self._continued, model), rows, _WRITTEN)
         if not len(self._first):
             self._first = written

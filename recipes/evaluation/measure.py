@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 
 from hf_posenc.errors import OptionError, PositionError
 from hf_posenc.patches.patch import evaluating
+from hf_posenc.recipes import durations
 from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.evaluation.report import Report, Section
 from hf_posenc.recipes.loading import auto_class
@@ -26,6 +28,8 @@ from hf_posenc.recipes.processes import processes
 
 # The tensors of one sample, without a batch axis.
 Row = tuple[Tensor, ...]
+# A piece of a measurement: tokens of its rows, the rows, and the function of a model and of their stacked tensors.
+Piece = tuple[int, Sequence[Row], Callable[..., Tensor]]
 # A function from token ids `[B, n]` to corrupted token ids `[B, n]`.
 Corruption = Callable[[Tensor], Tensor]
 # A function that loads a model when its turn comes.
@@ -39,6 +43,8 @@ _UNDEFINED = {
 # Most tokens of a forward, unless one row has more. Eight rows of 4,096 tokens take a stock T5, whose bias is a matrix,
 # 9 GiB, and run no faster than two.
 _TOKENS = 2**13
+# Seconds of a row that is too slow to read a longer one for an estimate.
+_SLOW = 5.0
 # Seconds between lines of progress where there is no bar.
 _INTERVAL = 30.0
 
@@ -91,6 +97,35 @@ class Measure(ABC):
     @abstractmethod
     def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
         """Return the results for a model in evaluation mode; gradients are off."""
+
+    @abstractmethod
+    def pieces(self) -> Sequence[Piece]:
+        """Return the pieces of the measurement, short rows first."""
+
+    def seconds(self, model: Any, batch_size: int = 8) -> float:
+        """Estimate the time of a measurement from a few rows of each piece.
+
+        The longest pieces are not read if that alone would take long; they follow from the two before.
+        """
+        found: list[tuple[int, float]] = []
+        total = 0.0
+        with evaluating(model), torch.no_grad():
+            for tokens, rows, function in self.pieces():
+                if found and found[-1][1] > _SLOW:
+                    # Between linear and quadratic.
+                    (before, first), (last, second) = found[-2:] if len(found) > 1 else (found[-1], found[-1])
+                    grown = math.log(second / first) / math.log(last / before) if last > before else 1.5
+                    each = second * (tokens / last) ** min(2.0, max(1.0, grown))
+                else:
+                    few = rows[: max(1, min(batch_size, _TOKENS // tokens, len(rows) // 4))]
+                    stacked = [torch.stack(tensors) for tensors in zip(*few, strict=True)]
+                    try:
+                        each = durations.timed(partial(function, model, *stacked)) / len(few)
+                    except PositionError:
+                        break
+                    found.append((tokens, each))
+                total += each * len(rows)
+        return total
 
 
 def different(name: str, places: Sequence[Any]) -> tuple[Any, ...]:
@@ -184,6 +219,10 @@ def evaluate(
         loaded = model if isinstance(model, nn.Module) else model()
         for measure in measures:
             measure.check(loaded)
+        if console is not None:
+            left = durations.words((len(models) - row) * sum(each.seconds(loaded, batch_size) for each in measures))
+            others = f" for {len(models) - row} models as fast as {name}" if row < len(models) - 1 else ""
+            console.print(f"time: {left}{others}, less where a model is no better than guessing", highlight=False)
         for done, measure in enumerate(measures, start=1 + row * len(measures)):
             what = f"{name}: {measure.name}"
             bar: Callable[[Any], Iterable[Any]] = iter

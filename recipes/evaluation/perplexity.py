@@ -6,7 +6,6 @@ other targets at every length, columns could not be compared.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 
 from hf_posenc.errors import PositionError, RecipeError, ShapeError
 from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, PERPLEXITY, Grid
-from hf_posenc.recipes.evaluation.measure import Corruption, Measure, Workers, different
+from hf_posenc.recipes.evaluation.measure import Corruption, Measure, Piece, Workers, different
 from hf_posenc.recipes.evaluation.predictions import losses, predictions
 from hf_posenc.recipes.loading import is_masked
 from hf_posenc.recipes.plots.curves import trained_mark
@@ -160,11 +159,20 @@ class ContextPerplexity(Measure):
 
     def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
         quantity = MASKED_PERPLEXITY if is_masked(model) else PERPLEXITY
-        found = workers.map(partial(self._by_context, model), [(row,) for row in self._rows], len(self._contexts))
-        return (Grid(quantity, {CONTEXT: self._contexts}, found.T),)
+        found = torch.full((len(self._contexts), len(self._rows)), torch.nan, dtype=torch.float64)
+        for column, (_, rows, function) in zip(found, self.pieces(), strict=True):
+            column[:] = workers.map(partial(function, model), rows, 1)[:, 0]
+            if bool(column.isnan().all()):
+                break  # Where one context cannot be read, longer ones cannot either.
+        return (Grid(quantity, {CONTEXT: self._contexts}, found),)
 
-    def _by_context(self, model: Any, rows: Tensor) -> Tensor:
-        """Return the losses of windows, float64 `[B, contexts]`; NaN where the model cannot read them."""
+    def pieces(self) -> Sequence[Piece]:
+        """Return all windows at each context length."""
+        rows = [(row,) for row in self._rows]
+        return [(context, rows, partial(self._read, context)) for context in self._contexts]
+
+    def _read(self, context: int, model: Any, rows: Tensor) -> Tensor:
+        """Return the losses of windows after a context, float64 `[B, 1]`."""
         read = rows[:, :-1] if self._corrupt is None else self._corrupt(rows[:, 1:])
         scored = torch.ones(len(rows), self._targets, dtype=torch.bool)
         if is_masked(model):
@@ -174,12 +182,7 @@ class ContextPerplexity(Measure):
                     f"None of the last {self._targets} tokens of a window is masked, so there is nothing to score. "
                     "Give more targets, or another seed."
                 )
-        found = torch.full((len(rows), len(self._contexts)), torch.nan, dtype=torch.float64)
-        # Where one context cannot be read, longer ones cannot either.
-        with contextlib.suppress(PositionError):
-            for column, context in enumerate(self._contexts):
-                logits = predictions(model, read[:, -context:], rows[:, -context:], self._targets)
-                # A loss may be infinite, so the others are not multiplied by 0.
-                lost = losses(logits, rows[:, -self._targets :]).masked_fill(~scored, 0)
-                found[:, column] = lost.sum(dim=1) / scored.sum(dim=1)
-        return found
+        logits = predictions(model, read[:, -context:], rows[:, -context:], self._targets)
+        # A loss may be infinite, so the others are not multiplied by 0.
+        lost = losses(logits, rows[:, -self._targets :]).masked_fill(~scored, 0)
+        return (lost.sum(dim=1) / scored.sum(dim=1))[:, None]

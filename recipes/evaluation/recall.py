@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_posenc.errors import OptionError, ShapeError
 from hf_posenc.recipes.evaluation.grid import Grid, Point, Quantity, share, successes
-from hf_posenc.recipes.evaluation.measure import Measure, Row, Workers, different
+from hf_posenc.recipes.evaluation.measure import Measure, Piece, Row, Workers, different
 from hf_posenc.recipes.evaluation.predictions import answer_predictions, correct, losses
 from hf_posenc.recipes.evaluation.text import ordinary_tokens
 from hf_posenc.recipes.loading import auto_class
@@ -53,13 +53,18 @@ class Recall(Measure):
         found = self._found(logits[:, :: self._step], answers[:, :: self._step])
         return torch.stack([samples.double() for samples in found], dim=1)
 
+    def pieces(self) -> Sequence[Piece]:
+        """Return the rows of each length."""
+        *_, lengths = self._axes.values()
+        size = len(self._rows) // len(lengths)
+        return [(int(n), self._rows[i * size : (i + 1) * size], self._score) for i, n in enumerate(lengths)]
+
     def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
         *others, lengths = map(len, self._axes.values())
         width = len(self._quantities)
         found = torch.full((lengths, len(self._rows) // lengths, width), torch.nan, dtype=torch.float64)
-        for index, part in enumerate(found):
-            rows = self._rows[index * len(part) : (index + 1) * len(part)]
-            found[index] = workers.map(partial(self._score, model), rows, width)
+        for part, (_, rows, function) in zip(found, self.pieces(), strict=True):
+            part[:] = workers.map(partial(function, model), rows, width)
             if not any(quantity.shows(samples) for quantity, samples in zip(self._quantities, part.T, strict=True)):
                 break
         found = found.view(lengths, -1, *others, width)

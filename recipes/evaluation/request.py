@@ -201,6 +201,10 @@ class Request:
             settings["caution"] = caution
             if console is not None:
                 console.print(f"caution: {caution}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+        if console is not None:
+            what = [f"{each.name} at {', '.join(f'{tokens:,}' for tokens, _, _ in each.pieces())}" for each in measures]
+            text = f"measuring {'; '.join(what)} tokens, {self.samples} samples each"
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
         settings["versions"] = ", ".join(f"{name} {version}" for name, version in versions().items())
         return evaluate(models, measures, batch_size=self.batch_size, console=console, settings=settings)
 

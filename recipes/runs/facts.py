@@ -96,6 +96,11 @@ class Facts:
         return self.recipe.training.steps * self.recipe.training.batch_size * self.length + self.other_tokens
 
     @property
+    def epochs(self) -> float:
+        """How often the text is read, to two digits; 0 if its tokens are unknown."""
+        return float(f"{self.tokens / self.data_tokens:.2g}") if self.data_tokens else 0.0
+
+    @property
     def reach(self) -> int:
         """Longest text whose positions are trained on."""
         return max(max(stage.length or self.length, stage.skip_to or 0) for stage in self.recipe.stages().values())
@@ -204,7 +209,7 @@ def print_header(console: Console, facts: Facts) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in (*rows(facts), ("time", "unknown until the first steps are done")):
+    for name, value in rows(facts):
         table.add_row(Text(name), Text(value))
     console.print(table)
 
@@ -233,7 +238,7 @@ def rows(facts: Facts) -> Iterator[tuple[str, str]]:
     yield from (("stage", words) for words in facts.stages)
     epochs = ""
     if facts.data_tokens:
-        epochs = f", {facts.data_tokens:,} training tokens, {facts.tokens / facts.data_tokens:.2g} epochs"
+        epochs = f", {facts.data_tokens:,} training tokens, {facts.epochs:,g} epochs"
     yield "data", f"{recipe.data.read_from}{epochs}"
     if facts.teacher:
         yield "teacher", facts.teacher
@@ -241,10 +246,9 @@ def rows(facts: Facts) -> Iterator[tuple[str, str]]:
     if facts.memory:
         yield "memory", facts.memory
     cautions = list(facts.cautions)
-    if facts.data_tokens and facts.tokens > facts.data_tokens:
+    if facts.epochs > 1:
         cautions.append(
-            f"The text is read {facts.tokens / facts.data_tokens:.2g} times: it has {facts.data_tokens:,} tokens to "
-            "train on. Give more text (data), or train on fewer tokens (steps), if the model should not learn it by "
-            "heart."
+            f"The text is read {facts.epochs:,g} times: it has {facts.data_tokens:,} tokens to train on. Give more "
+            "text (data), or train on fewer tokens (steps), if the model should not learn it by heart."
         )
     yield from (("caution", caution) for caution in cautions)

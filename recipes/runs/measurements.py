@@ -5,18 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 from transformers import TrainerCallback
 
 from hf_posenc.patches.directories import reading
+from hf_posenc.recipes.data.windows import Prepared
 from hf_posenc.recipes.evaluation.grid import Grid
-from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity
-from hf_posenc.recipes.evaluation.recall import RECALLS
+from hf_posenc.recipes.evaluation.measure import Workers
+from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, context_curve, contexts_for, windows_for
+from hf_posenc.recipes.evaluation.recall import RECALLS, InductionCopy, recalls_for
 from hf_posenc.recipes.evaluation.report import Report, Section
+from hf_posenc.recipes.evaluation.text import ordinary_tokens
+from hf_posenc.recipes.schema.recipe import Evaluation
 from hf_posenc.recipes.storage import load, save
 
 # Key of the model as loaded; the keys of the converted model are its optimizer steps.
@@ -26,9 +32,56 @@ _PERPLEXITY = ContextPerplexity.name
 LABEL, _CELL = 16, 9
 _NOTE = "The same held-out windows and sequences, by model or optimizer step of the converted one."
 
-Measure = Callable[[Any], Grid]
-# A function that measures how a model copies and recalls, by `RECALLS`.
-Recalls = Callable[[Any], Mapping[str, Grid]]
+# A function that measures perplexity, and how a model copies and recalls, by `RECALLS`.
+Measure = Callable[[Any], tuple[Grid, Mapping[str, Grid]]]
+
+
+@dataclass(frozen=True, eq=False)
+class Suite:
+    """What a run measures: perplexity on held-out text, and for causal models copying and recalling.
+
+    Attributes:
+        ids: Held-out text, int64 `[tokens]`.
+        contexts: Context lengths.
+        options: Further arguments of `ContextPerplexity`.
+        abilities: Measures by `RECALLS`.
+        notes: What is not measured, and why.
+    """
+
+    ids: Tensor
+    contexts: tuple[int, ...]
+    options: Mapping[str, Any]
+    abilities: Mapping[str, InductionCopy]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, evaluation: Evaluation, config: Any, tokenizer: Any, data: Prepared, length: int, own: int) -> Suite:
+        """Return what is measured of a model of a trained length, after a training in windows of `length`.
+
+        Raises:
+            RecipeError: The text is too short, or a context.
+        """
+        tokens, longest = len(data.held_out), max(evaluation.contexts or [min(own, length)])
+        windows = windows_for(longest, tokens, most=evaluation.windows)
+        contexts, notes = contexts_for(own, tokens, windows=windows, contexts=evaluation.contexts)
+        if windows < evaluation.windows:
+            notes = (f"measured in {windows} windows: the held-out text has {tokens:,} tokens", *notes)
+        symbols = ordinary_tokens(data.held_out, tokenizer.all_special_ids)
+        abilities = recalls_for(config, symbols, min(own, length), samples=evaluation.windows)
+        return cls(data.held_out, contexts, {"windows": windows, "corrupt": data.corrupt}, abilities, notes)
+
+    def curve(self, model: Any) -> Grid:
+        """Return the perplexity of a model."""
+        return context_curve(model, self.ids, self.contexts, **self.options)
+
+    def recalls(self, model: Any) -> dict[str, Grid]:
+        """Return the shares of tokens that a model copies and recalls."""
+        return {name: measure(model, Workers(alone=True))[0] for name, measure in self.abilities.items()}
+
+    def seconds(self, model: Any) -> float:
+        """Estimate how long one model takes."""
+        measures = (ContextPerplexity(self.ids, self.contexts, **self.options), *self.abilities.values())
+        return sum(measure.seconds(model) for measure in measures)
 
 
 class Measurements:
@@ -68,6 +121,11 @@ class Measurements:
             found = {each: {name: (own[each],) for name, own in models.items() if each in own} for each in titles}
             sections = (Section(each, titles[each], _NOTE, own) for each, own in found.items() if own)
             save(Report(tuple(sections)), self._path)
+
+    @property
+    def count(self) -> int:
+        """Number of measured models."""
+        return len(self._grids)
 
     def at(self, key: str | int) -> Grid | None:
         """Return the perplexity of the `NATIVE` model or after some steps; `None` if not measured."""
@@ -119,7 +177,6 @@ class Measuring(TrainerCallback):
         every: Steps between measurements; 0 measures before and after only.
         begins: Optimizer steps of the stages before this one; measurements count from the first of them.
         native: Context in which a model computes as it was loaded, to measure that first; `None` does without.
-        recalls: Function that measures how a model copies and recalls; `None` does without.
         console: Console for a table, one row per measurement; `None` is silent.
     """
 
@@ -131,11 +188,9 @@ class Measuring(TrainerCallback):
         every: int = 0,
         begins: int = 0,
         native: Callable[[Any], AbstractContextManager[None]] | None = None,
-        recalls: Recalls | None = None,
         console: Console | None = None,
     ) -> None:
         self._measurements, self._measure, self._console = measurements, measure, console
-        self._recalls = recalls or (lambda model: {})
         self._every, self._begins, self._native, self._has_heading = every, begins, native, False
 
     def take(self, key: str | int, model: Any) -> Grid:
@@ -147,7 +202,7 @@ class Measuring(TrainerCallback):
                 self._console.print("measuring on held-out text ...", highlight=False)
             devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
             with torch.random.fork_rng(devices=devices):
-                grid, recalls = self._measure(model), self._recalls(model)
+                grid, recalls = self._measure(model)
             self._measurements.record(key, grid, **recalls)
         self._print(key, grid)
         return grid

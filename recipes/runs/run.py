@@ -32,23 +32,21 @@ from hf_posenc.patches.directories import UNFINISHED, publish, published, readin
 from hf_posenc.patches.patch import disabled, native_scheme, patch, set_strength
 from hf_posenc.patches.plan import Plan, plan
 from hf_posenc.patches.rotary import native_rope, set_rope
-from hf_posenc.recipes import loading, storage
+from hf_posenc.recipes import durations, loading, storage
 from hf_posenc.recipes.data import sources
 from hf_posenc.recipes.data.collation import Collator, MixedLengths
 from hf_posenc.recipes.data.windows import Prepared, content_of, load_data
 from hf_posenc.recipes.evaluation.generation import Generation, compared
 from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.evaluation.measure import Workers
-from hf_posenc.recipes.evaluation.perplexity import context_curve, contexts_for, windows_for
-from hf_posenc.recipes.evaluation.recall import recalls_for
-from hf_posenc.recipes.evaluation.text import ordinary_tokens
 from hf_posenc.recipes.loading import is_masked, load
 from hf_posenc.recipes.memory import micro_batches
 from hf_posenc.recipes.processes import enough_threads, processes, sharding
 from hf_posenc.recipes.runs import files, report
 from hf_posenc.recipes.runs.facts import Facts, print_header
 from hf_posenc.recipes.runs.files import CHECKPOINTS, MODEL, RECIPE, RUN, has_begun, record_of
-from hf_posenc.recipes.runs.measurements import Measurements, Measuring
+from hf_posenc.recipes.runs.forecast import seconds_of
+from hf_posenc.recipes.runs.measurements import Measurements, Measuring, Suite
 from hf_posenc.recipes.runs.progress import Pace, Progress
 from hf_posenc.recipes.runs.verdict import Verdict, control_of, is_comparable, judge
 from hf_posenc.recipes.schema import checks, fields
@@ -214,11 +212,7 @@ class _Run:
             texts = {size: read(length=size) for size in sizes}
             data = texts[length]
             self._check_text(data)
-            held_out, longest = len(data.held_out), max(evaluation.contexts or [min(own_length, length)])
-            windows = windows_for(longest, held_out, most=evaluation.windows)
-            contexts, notes = contexts_for(own_length, held_out, windows=windows, contexts=evaluation.contexts)
-            if windows < evaluation.windows:
-                notes = (f"measured in {windows} windows: the held-out text has {held_out:,} tokens", *notes)
+            suite = Suite.of(evaluation, model.config, tokenizer, data, length, own_length)
             planned, as_loaded = self._convert(model)
             checks.check_tables(recipe, model, length)
             if self.checkpoint is None:  # Its weights would replace the fitted ones.
@@ -246,19 +240,13 @@ class _Run:
             self._claim(facts)
             if self.console:
                 print_header(self.console, facts)
-            for note in notes:
-                _say(self.console, note)
+                for note in suite.notes:
+                    _say(self.console, note)
+                _say(self.console, f"time       {self._time(model, plans, texts, suite, length)}")
 
-            def measure(model: Any) -> Grid:
+            def measure(model: Any) -> tuple[Grid, dict[str, Grid]]:
                 with self._precise():
-                    return context_curve(model, data.held_out, contexts, windows=windows, corrupt=data.corrupt)
-
-            symbols = ordinary_tokens(data.held_out, tokenizer.all_special_ids)
-            abilities = recalls_for(model.config, symbols, min(own_length, length), samples=evaluation.windows)
-
-            def recalls(model: Any) -> dict[str, Grid]:
-                with self._precise():
-                    return {name: measure(model, Workers(alone=True))[0] for name, measure in abilities.items()}
+                    return suite.curve(model), suite.recalls(model)
 
             log: list[dict[str, Any]] = []
             trainer: AdaptationTrainer | None = None
@@ -269,7 +257,6 @@ class _Run:
                     every=evaluation.every,
                     begins=stage.begins,
                     native=as_loaded if stage is plans[0] else None,
-                    recalls=recalls,
                     console=self.console,
                 )
                 if stage.name == "transfer":
@@ -371,6 +358,35 @@ class _Run:
             lengthen=replace(lengthen, micro_batch_size=self.micro.get("lengthen")),
         )
 
+    def _time(
+        self, model: Any, plans: Sequence[Stage], texts: Mapping[int, Prepared], suite: Suite, length: int
+    ) -> str:
+        """Estimate how long the rest of the run takes, in words."""
+        done: dict[str, int] = {}
+        for stage in reversed(plans):
+            folder, steps = self._folder(stage), stage.recipe.training.steps
+            last = files.last(folder)
+            # What follows begins when a stage is over.
+            if not done and not (folder / files.TRANSFERRED).is_file():
+                steps = 0 if last is None else files.step_of(last)
+            done |= {stage.name: steps} if steps else {}
+        with self._precise():
+            found = seconds_of(
+                model,
+                plans,
+                texts,
+                suite,
+                length=length,
+                teacher=self.teacher,
+                done=done,
+                measured=self.measurements.count,
+            )
+        return durations.listed(found)
+
+    def _folder(self, stage: Stage) -> Path:
+        """Return the folder of the checkpoints of a stage."""
+        return self.checkpoints if stage.name == "training" else self.checkpoints / stage.name
+
     def _claim(self, facts: Facts) -> None:
         """Create and lock the folder and write recipe and record, now that the recipe is known to work."""
         if self.processes.is_main_process:
@@ -410,7 +426,7 @@ class _Run:
     ) -> tuple[AdaptationTrainer, Pace | None]:
         """Run a stage that trains a model or its attentions; return its trainer and its pace."""
         is_transfer = stage.name == "transfer"
-        folder = self.checkpoints if stage.name == "training" else self.checkpoints / stage.name
+        folder = self._folder(stage)
         teacher = self.teacher if stage.recipe.distillation.distils else None
         collate: Collator | None = data.collate
         if stage.name == "lengthen" and collate is None:

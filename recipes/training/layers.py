@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from hf_posenc.errors import OptionError
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.patch import patch, unpatch
 from hf_posenc.patches.surgery import SHARED, is_patched
+from hf_posenc.recipes import durations
 from hf_posenc.recipes.data.collation import Corruptor
 from hf_posenc.recipes.loading import seeded
 from hf_posenc.recipes.training.starts import check_counts, check_windows, held_out, kept, mean_loss
@@ -71,6 +73,7 @@ def layer_costs(
     batch_size: int = 4,
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
+    tell: Callable[[float], None] | None = None,
 ) -> LayerCosts:
     """Measure the cost of converting each layer alone, after a short attention transfer of all.
 
@@ -86,6 +89,7 @@ def layer_costs(
         batch_size: Windows per step.
         seed: Random seed of the scheme's start and of the order of windows.
         progress: Function called with the number of steps and layers done.
+        tell: Function called with an estimate of all seconds when one step is timed.
 
     Raises:
         OptionError: The scheme has nothing to learn in attention, the model's encoding does not act there, or the model
@@ -104,6 +108,18 @@ def layer_costs(
     architecture, encodes = of_model(model), model.config.is_encoder_decoder
     collate, held = hides or default_data_collator, ids[-held_out(len(ids), most=min(batch_size, JUDGED)) :]
     measured = collate([{"input_ids": row, "labels": row} for row in held])
+    one = {name: value[:1] for name, value in measured.items()}
+    of_layer = len(held) * durations.timed(lambda: mean_loss(model, one))
+    begun: list[float] = []
+
+    def stepped(done: int) -> None:
+        begun.append(time.monotonic())
+        if done == 2 and tell is not None:
+            layers = sum(len(architecture.attentions(body)) for body in architecture.stacks(model).values())
+            tell(steps * (begun[1] - begun[0]) + (layers + 1) * of_layer)
+        if progress is not None:
+            progress(done)
+
     with kept(list(model.parameters())) as put_back:
         try:
             with seeded(seed):
@@ -116,7 +132,7 @@ def layer_costs(
                 steps=steps,
                 batch_size=batch_size,
                 seed=seed,
-                progress=progress,
+                progress=stepped,
             )
             trained = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
             places, costs = places_of(model, architecture), []

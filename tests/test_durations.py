@@ -1,0 +1,172 @@
+"""Estimates of time: what they time, what they say, and that they leave no trace."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import DIRECTORIES, tokens
+from rich.console import Console
+from typer.testing import CliRunner
+
+from hf_posenc import cli
+from hf_posenc.recipes import durations
+from hf_posenc.recipes.evaluation import (
+    AssociativeRecall,
+    ContextPerplexity,
+    Generation,
+    InductionCopy,
+    NeedleRetrieval,
+)
+from hf_posenc.recipes.loading import load_tiny_llama
+from hf_posenc.recipes.runs import forecast, run
+from hf_posenc.recipes.runs.forecast import facts_of, seconds_for
+from hf_posenc.recipes.schema.recipe import Recipe
+
+pytestmark = pytest.mark.usefixtures("plain_pictures")
+SMALL = (
+    *("training.length=32", "batch_size=2", "evaluation.contexts=[64]", "windows=4", "data.limit=400"),
+    *("steps=2", "saving.every=1"),
+)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.2, "about 1 second"),
+        (44.1, "about 45 seconds"),
+        (170, "about 2.8 minutes"),
+        (9000, "about 2.5 hours"),
+        (1e6, "about 12 days"),
+    ],
+)
+def test_words(seconds: float, said: str) -> None:
+    assert durations.words(seconds) == said
+
+
+def test_a_unit_is_timed_again_and_draws_nothing() -> None:
+    calls: list[float] = []
+
+    def unit() -> None:
+        torch.rand(3)
+        calls.append(time.sleep(0.0 if calls else 0.05) or 0.0)
+
+    before = torch.get_rng_state()
+    assert durations.timed(unit, until=10) < 0.05  # the first time is slow
+    assert len(calls) == 3
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("swap", "scheme=kerple"),
+        ("swap", "scheme=kerple", "transfer.steps=2", "native=remove", "fit=null"),
+        ("swap", "scheme=fire", "adapter=lora"),
+        ("swap", "scheme=cape", "lengthen={steps: 1, length: 64}", "evaluation.every=1"),
+        ("control", "training.gradient_checkpointing=true"),
+        ("control", f"model={DIRECTORIES['t5']}", "data=builtin", "windows=2"),
+    ],
+    ids=" ".join,
+)
+def test_an_estimate_names_every_stage_and_leaves_the_run_as_it_would_be(
+    changes: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights of a run with an estimate are those of a silent one, which has none."""
+    named = {pair.partition("=")[0] for pair in changes}
+    recipe = Recipe.read(changes[0], [*(pair for pair in SMALL if pair.partition("=")[0] not in named), *changes[1:]])
+    out = io.StringIO()
+    told = run.train(recipe, tmp_path / "told", console=Console(file=out, width=200))
+    (line,) = (line for line in out.getvalue().splitlines() if line.startswith("time "))
+    for stage in recipe.stages():
+        assert f"{stage} " in line, line
+    assert "measuring " in line
+    silent = run.train(recipe, tmp_path / "silent")
+    (file,) = (path.name for path in told.model.glob("*.safetensors"))
+    assert (told.model / file).read_bytes() == (silent.model / file).read_bytes()
+    dry = seconds_for(recipe, facts_of(recipe)[1])
+    assert list(dry) == [*recipe.stages(), "measuring"]
+    assert all(seconds > 0 for seconds in dry.values())
+
+
+def test_a_stopped_run_is_estimated_from_where_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[dict[str, int]] = []
+    monkeypatch.setattr(run, "seconds_of", lambda *given, **known: said.append(known["done"]) or {})
+
+    def stop(*given: Any, **known: Any) -> None:
+        raise KeyboardInterrupt
+
+    recipe, quiet = Recipe.read("swap", ["scheme=fire", *SMALL]), Console(file=io.StringIO())
+    with monkeypatch.context() as patching:
+        patching.setattr(run.report, "write", stop)
+        patching.setattr("hf_posenc.recipes.runs.run.judge", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run.train(recipe, tmp_path / "out", console=quiet)
+    run.resume(tmp_path / "out", console=quiet)
+    assert said == [{}, {"training": 1}]
+
+
+def measures() -> dict[str, Callable[[Any], Any]]:
+    ids, lengths = tokens("llama", 1, 2000)[0], (64, 128)
+    symbols = torch.arange(20, 100)
+    return {
+        "perplexity": lambda tokenizer: ContextPerplexity(ids, lengths, windows=4),
+        "needle": lambda tokenizer: NeedleRetrieval(ids, lengths, samples=2),
+        "induction": lambda tokenizer: InductionCopy(symbols, lengths, samples=4),
+        "mqar": lambda tokenizer: AssociativeRecall(symbols, lengths, samples=4),
+        "generation": lambda tokenizer: Generation(ids, tokenizer, samples=4),
+    }
+
+
+@pytest.mark.parametrize("name", list(measures()))
+def test_every_measure_reads_a_few_rows_of_each_length_short_ones_first(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = load_tiny_llama()
+    measure = measures()[name](tokenizer)
+    pieces = measure.pieces()
+    lengths = [tokens for tokens, _, _ in pieces]
+    assert lengths == sorted(lengths)
+    monkeypatch.setattr(durations, "timed", lambda unit: unit() is None or 0.5)
+    assert measure.seconds(model) == pytest.approx(0.5 * sum(len(rows) for _, rows, _ in pieces) / 1, rel=0.8)
+    # What would take long is not read.
+    slow = iter((1.0, 100.0))
+    monkeypatch.setattr(durations, "timed", lambda unit: next(slow))
+    assert measure.seconds(model) > 0
+
+
+def test_eval_says_its_lengths_and_its_time_and_compare_and_layers_too(tmp_path: Path) -> None:
+    given = [
+        "eval",
+        "tiny-llama",
+        "tiny-llama:alibi",
+        "--contexts",
+        "128,64",
+        "--samples",
+        "2",
+        "--measures",
+        "perplexity",
+    ]
+    lines = CliRunner().invoke(cli.app, [*given, "--out", str(tmp_path / "out")]).stdout.splitlines()
+    assert lines[0] == "measuring perplexity at 64, 128 tokens, 2 samples each"
+    assert lines[1].startswith("time: about ")
+    assert "for 2 models as fast as tiny-llama" in " ".join(lines[1:3])
+    told = CliRunner().invoke(cli.app, ["layers", "tiny-llama", "kerple", "--steps", "2", "--length", "32"])
+    assert "for 2 steps and 4 layers" in told.stderr
+    shown = CliRunner().invoke(cli.app, ["train", "swap", "scheme=fire", *SMALL, "--dry-run"]).stdout
+    assert "time             about" in shown
+    assert "(training " in shown
+
+
+def test_the_estimate_of_a_model_that_does_not_fit_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = Recipe.read("control", SMALL)
+    texts = facts_of(recipe)[1]
+    monkeypatch.setattr(forecast, "available", lambda device: 1000)
+    monkeypatch.setattr(forecast, "seconds_of", lambda *given, **known: pytest.fail("It would not fit."))
+    assert seconds_for(recipe, texts) == {}
+    assert durations.listed({}) == "unknown until the first steps are done"
