@@ -50,8 +50,14 @@ class SchemeInfo:
 
     @property
     def summary(self) -> str:
-        """The first sentence of the class's documentation."""
+        """The first paragraph of the class's documentation."""
         return (inspect.getdoc(self.cls) or "").split("\n\n")[0].replace("\n", " ")
+
+    @property
+    def headline(self) -> str:
+        """The first sentence alone."""
+        # The full stop of "et al. 2024" does not end a sentence.
+        return re.split(r"(?<=[.])\s(?=[A-Z`])", self.summary, maxsplit=1)[0]
 
     @property
     def start(self) -> str:
@@ -131,10 +137,17 @@ def _load_builtin() -> None:
             importlib.import_module(f"hf_posenc.schemes.{module.name}")
 
 
-def schemes() -> dict[str, SchemeInfo]:
+class Schemes(dict[str, SchemeInfo]):
+    """Schemes by name; shown as a list with what they are."""
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{name:<18} {info.family:<17} {info.headline}" for name, info in self.items())
+
+
+def schemes() -> Schemes:
     """Return all registered schemes by name, sorted."""
     _load_builtin()
-    return dict(sorted(_SCHEMES.items()))
+    return Schemes(sorted(_SCHEMES.items()))
 
 
 def get(name: str) -> SchemeInfo:
@@ -327,6 +340,9 @@ class Description:
             *(f"  {o.name}: {o.type} = {o.default!r}\n      {o.text}" for o in self.options),
         ]
         return "\n".join(lines)
+
+    # Notebooks show it as `print` does.
+    __repr__ = __str__
 
 
 def describe(scheme: str) -> Description:

@@ -92,6 +92,9 @@ class Plan(Shown):
         ]
         return "\n".join(f"{name + ':':<20} {value}" for name, value in rows)
 
+    # Notebooks show it as `print` does.
+    __repr__ = __str__
+
 
 @dataclass(frozen=True)
 class Verification(Shown):
@@ -110,6 +113,9 @@ class Verification(Shown):
     def __str__(self) -> str:
         groups = "; ".join(f"{scheme} on {count} layers (native: {native})" for scheme, native, count in self.groups)
         return f"active: {groups}; largest difference from the unpatched hidden states {self.difference:.3g}"
+
+    # Notebooks show it as `print` does.
+    __repr__ = __str__
 
 
 def plan(
@@ -294,6 +300,9 @@ class Explanation(Shown):
         rows = [("layer", "scheme", f"{self.length} tokens", "one more token")]
         rows += [(f"{x.stack} {x.layer}", x.scheme, x.sequence, x.step or "-") for x in self.layers]
         return "\n".join("{:<16} {:<16} {:<28} {}".format(*row) for row in rows)
+
+    # Notebooks show it as `print` does.
+    __repr__ = __str__
 
 
 def _check_enabled(call: str, architecture: Architecture, model: Any) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import io
 import re
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -274,3 +276,36 @@ def test_a_resumed_run_goes_on_where_it_stopped() -> None:
     # What is left is reckoned from the steps of this process: the first of them was not timed.
     assert [" left" in line for line in lines] == [False, True, False]
     assert progress.pace.steps == 2
+
+
+# -- results in a notebook ---------------------------------------------------------------------------------------------
+
+
+def test_results_read_in_a_notebook_as_print_says_them() -> None:
+    """Every record of ours with words of its own has the same ones in `repr`, which a notebook shows."""
+    for name in ("patches.export.stock", "recipes.runs.verdict", "recipes.comparison"):
+        importlib.import_module(f"hf_posenc.{name}")
+    found = {
+        kind
+        for name, module in list(sys.modules.items())
+        if name.startswith("hf_posenc")
+        for kind in vars(module).values()
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type) and "__str__" in vars(kind)
+    }
+    assert {kind.__name__ for kind in found} >= {"Plan", "Verification", "Explanation", "Description", "Verdict"}
+    assert not [kind for kind in found if kind.__repr__ is not kind.__str__]
+    model = hf_posenc.patch(stock("llama"), "alibi")
+    for shown in (hf_posenc.plan(stock("llama"), "fire"), hf_posenc.verify(model), hf_posenc.explain(model)):
+        assert repr(shown) == str(shown)
+        assert "\n" in repr(shown) or repr(shown).startswith("active: ")
+    assert repr(hf_posenc.describe("fire")) == str(hf_posenc.describe("fire"))
+
+
+def test_the_list_of_schemes_reads_as_a_list_and_stays_a_dict() -> None:
+    known = hf_posenc.schemes()
+    lines = repr(known).splitlines()
+    assert [line.split()[0] for line in lines] == list(known) == sorted(known)
+    assert f"{known}" == repr(known)
+    assert all(info.family in line and info.headline in line for info, line in zip(known.values(), lines, strict=True))
+    assert known == dict(known)
+    assert known["fire"].name == "fire"

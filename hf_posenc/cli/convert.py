@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -49,10 +48,8 @@ def schemes(as_json: AsJson = False) -> None:
 
     rows = []
     for info in registry.schemes().values():
-        # The full stop of "et al. 2024" does not end a sentence.
-        sentence = re.split(r"(?<=[.])\s(?=[A-Z`])", info.summary, maxsplit=1)[0]
         directions = "both" if len(info.directions) == 2 else info.directions[0]
-        rows.append((info.name, info.family, directions, info.start, info.paper, sentence))
+        rows.append((info.name, info.family, directions, info.start, info.paper, info.headline))
     headers = ("name", "family", "directions", "start", "paper", "what it is")
     print_table(headers, rows, wide=("directions", "start", "paper"), as_json=as_json)
 

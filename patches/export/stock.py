@@ -39,6 +39,9 @@ class Export:
             rows.append(("equal up to", f"{self.positions:,} tokens"))
         return "\n".join(f"{name + ':':<20} {value}" for name, value in rows)
 
+    # Notebooks show it as `print` does.
+    __repr__ = __str__
+
 
 def export_stock(
     model: PreTrainedModel,

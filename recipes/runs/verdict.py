@@ -68,6 +68,9 @@ class Verdict:
     def __str__(self) -> str:
         return " ".join((*self.sentences, self.advice))
 
+    # Notebooks show it as `print` does.
+    __repr__ = __str__
+
 
 def judge(measurements: Measurements, facts: Facts, control: Measurements | None = None) -> Verdict | None:
     """Apply the rules to a run and its control; return `None` if nothing was measured that can be compared."""
