@@ -53,13 +53,13 @@ Content = dict[str, Any]
 class Recommendation:
     """A recipe for a model, in the words that `hf-posenc train` takes, and what was measured on which model.
 
-    `quality` and `far` are those of goals.yaml, in words; "-" is not measured.
+    `quality` and `far` are those of goals.yaml; `None` is not measured.
     """
 
     words: str
-    quality: str = "-"
-    far: str = "-"
-    model: str = "-"
+    quality: float | None = None
+    far: float | None = None
+    model: str | None = None
 
 
 def recommended(config: Any) -> list[Recommendation]:
@@ -69,8 +69,7 @@ def recommended(config: Any) -> list[Recommendation]:
     case = _Case(config, {})
     measured, found = _data()["measured"][case.native], []
     for row in measured["recipes"]:
-        quality, distant = (f"{row[name]:.2f}" if name in row else "-" for name in ("quality", "far"))
-        found.append(Recommendation(row["recipe"], quality, distant, measured["model"]))
+        found.append(Recommendation(row["recipe"], row.get("quality"), row.get("far"), measured["model"]))
     suited = [name for name, info in registry.schemes().items() if case.suits(info) and info.family != _ADDED]
     far = [name for name in suited if registry.get(name).cls.adaptation.reach]
     ways = ["extend", "remove", *(f"extend by={name}" for name in (*case.ways, *far))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import shutil
@@ -19,6 +20,7 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from hub import Hub, serving
+from test_recipe_files import strict_json
 from tiny import TEXTS, outputs, stock
 from transformers import (
     AutoModelForCausalLM,
@@ -31,7 +33,7 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc import cli
-from hf_posenc.cli.application import in_syntax_of
+from hf_posenc.cli.application import in_syntax_of, print_json
 from hf_posenc.recipes import library
 from hf_posenc.recipes.runs import run as runs
 from hf_posenc.recipes.runs.measurements import Measurements
@@ -92,8 +94,13 @@ def test_plan_reads_the_config_alone(tmp_path: Path) -> None:
     assert not result.stderr
 
 
+def test_json_has_no_number_that_json_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"a": [math.nan, 1.5, (math.inf,)], "b": "nan"})
+    assert strict_json(capsys.readouterr().out) == {"a": [None, 1.5, [None]], "b": "nan"}
+
+
 def test_results_are_read_by_programs_and_notebooks(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    planned = json.loads(run("plan", checkpoints["llama"], "kerple", "--json").stdout)
+    planned = strict_json(run("plan", checkpoints["llama"], "kerple", "--json").stdout)
     assert (planned["scheme"], planned["layers"]) == ("kerple", {"decoder": [0, 1, 2, 3]})
     model = hf_posenc.patch(small("llama"), "kerple")
     assert planned == hf_posenc.plan(small("llama"), "kerple").to_dict()
@@ -107,8 +114,9 @@ def test_results_are_read_by_programs_and_notebooks(checkpoints: dict[str, Path]
     listed = json.loads(run("schemes", "--json").stdout)
     assert [each["name"] for each in listed] == list(hf_posenc.schemes())
     assert {"swap", "control"} < {each["name"] for each in json.loads(run("recipes", "--json").stdout)}
-    suiting = json.loads(run("recipes", "--for", checkpoints["llama"], "--json").stdout)
-    assert len(suiting) == 5
+    suiting = strict_json(run("recipes", "--for", checkpoints["llama"], "--json", "--all").stdout)
+    assert len(suiting) > 5
+    assert {type(each[name]) for each in suiting for name in ("quality", "at 4x")} == {float, type(None)}
     assert {"recipe", "quality", "at 4x", "measured on"} == set(suiting[0])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import re
 import typing
 from pathlib import Path
@@ -255,6 +256,22 @@ def one_line(error: Exception) -> str:
     assert "\n" not in said
     assert len(said) <= 1200
     return said
+
+
+def strict_json(text: str) -> Any:
+    """The content of JSON, in which every number is one, and none is of those that JSON lacks."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    def walk(value: Any) -> None:
+        for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            walk(each)
+        assert not (isinstance(value, str) and re.fullmatch(r"-?\d+(\.\d+)?(e[-+]?\d+)?|-?inf(inity)?", value)), value
+
+    found = json.loads(text, parse_constant=refuse)
+    walk(found)
+    return found
 
 
 @pytest.mark.parametrize(("name", "turns"), once([("extend", 9), *((name, 1) for name in library.names())]))

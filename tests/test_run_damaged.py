@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from grid import once
-from test_recipe_files import one_line
+from test_recipe_files import one_line, strict_json
 from test_run import BASE, Stop, stop_after, text_file, weights
 
 from hf_posenc import PosencError
@@ -39,6 +39,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], Pat
                 run.train(recipe, folder / stage)
         found[stage] = folder / stage
     return found, run.train(recipe, folder / "whole").model
+
+
+def test_a_finished_run_has_strict_json_and_no_transfer(runs: tuple[dict[str, Path], Path]) -> None:
+    stopped, model = runs
+    assert (stopped["training"] / files.CHECKPOINTS / "transfer" / files.TRANSFERRED).is_file()
+    assert not (model.parent / files.CHECKPOINTS / "transfer").exists()
+    for path in [*model.parent.glob("*.json"), *model.parent.rglob(files.MARKER)]:
+        strict_json(path.read_text(encoding="utf-8"))
 
 
 def places(value: Any, depth: int = 3) -> Iterator[list[Any]]:

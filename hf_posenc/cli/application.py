@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shlex
 import shutil
@@ -62,15 +63,34 @@ def in_syntax_of(command: str | None, message: str) -> str:
 
 def show(result: Any, *, as_json: bool) -> None:
     """Print a result of `plan`, `verify` or `explain`."""
-    typer.echo(json.dumps(result.to_dict(), indent=1) if as_json else in_syntax_of(None, str(result)))
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        typer.echo(in_syntax_of(None, str(result)))
+
+
+def print_json(found: Any) -> None:
+    """Print JSON values; a number that JSON lacks, such as infinity, becomes null."""
+    typer.echo(json.dumps(_finite(found), indent=1, allow_nan=False))
+
+
+def _finite(found: Any) -> Any:
+    if isinstance(found, dict):
+        return {key: _finite(value) for key, value in found.items()}
+    if isinstance(found, list | tuple):
+        return [_finite(value) for value in found]
+    return None if isinstance(found, float) and not math.isfinite(found) else found
 
 
 def print_table(
-    headers: Sequence[str], rows: Iterable[Sequence[str]], *, wide: Container[str] = (), as_json: bool = False
+    headers: Sequence[str], rows: Iterable[Sequence[Any]], *, wide: Container[str] = (), as_json: bool = False
 ) -> None:
-    """Print a table, without its `wide` columns in a narrow terminal, or a list of objects in JSON."""
+    """Print a table, without its `wide` columns in a narrow terminal, or a list of objects in JSON.
+
+    Cells are text, numbers, or `None`, which is unknown.
+    """
     if as_json:
-        typer.echo(json.dumps([dict(zip(headers, row, strict=True)) for row in rows], indent=1))
+        print_json([dict(zip(headers, row, strict=True)) for row in rows])
         return
     from rich import box
     from rich.console import Console
@@ -83,8 +103,12 @@ def print_table(
     shown = [index for index, header in enumerate(headers) if width >= 120 or header not in wide]
     table = Table(*(headers[index] for index in shown), box=box.SIMPLE_HEAD, pad_edge=False)
     for row in rows:
-        table.add_row(*(Text(row[index]) for index in shown))
+        table.add_row(*(Text(_cell(row[index])) for index in shown))
     Console(width=width).print(table)
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def quiet() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from hf_posenc.cli.application import AsJson, app, print_table, quiet, say_wrote, show, words
+from hf_posenc.cli.application import AsJson, app, print_json, print_table, quiet, say_wrote, show, words
 from hf_posenc.cli.checkpoints import copy_companions, load_converted, load_model, say_how_to_load
 from hf_posenc.errors import LayerSelectionError, OptionError
 from hf_posenc.patches.directories import whole_directory
@@ -139,7 +139,7 @@ def layers(
             ),
         )
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(found), indent=2))
+        print_json(dataclasses.asdict(found))
         return
     rows = [(each.stack, str(each.layer), f"{each.distance:.3f}", f"{each.cost:+.4f}") for each in found.layers]
     print_table(("stack", "layer", "distance", "cost (nats per token)"), rows)

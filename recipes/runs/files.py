@@ -136,6 +136,11 @@ def clear(folder: Path) -> None:
             path.unlink()
 
 
+def remove_transfer(folder: Path) -> None:
+    """Remove what an attention transfer left, as large as the model, from the folder of a finished run."""
+    shutil.rmtree(folder / CHECKPOINTS / "transfer", ignore_errors=True)
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder that were written to their end, by step."""
     found = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]

@@ -120,6 +120,8 @@ def train(recipe: Recipe, folder: str | Path, *, console: Console | None = None,
             files.take(lock, folder)
         measurements = Measurements.load(folder / files.MEASUREMENTS, writes=is_main)
         if (folder / MODEL).is_dir():
+            if is_main:
+                files.remove_transfer(folder)  # if the run was killed before it did
             _say(console, f"{folder} holds a finished run of this recipe; nothing is left to do. See {folder / MODEL}.")
             return Outcome(folder, folder / MODEL, measurements, None, already=True)
         # The trainer would fail on these only after the data is prepared.
@@ -527,6 +529,7 @@ class _Run:
             card.write_text(report.model_card(results, existing), encoding="utf-8")
             files.clear(self.checkpoints)
             publish(unfinished, self.folder / MODEL)
+            files.remove_transfer(self.folder)
         self.processes.wait_for_everyone()
 
 
