@@ -24,7 +24,7 @@ from peft.utils.hotswap import CONFIG_KEYS_TO_CHECK
 from torch import nn
 
 from hf_posenc.errors import CheckpointError, NotPatchedError, OptionError
-from hf_posenc.patches import belonging, binding, record, reloading, surgery
+from hf_posenc.patches import belonging, binding, composites, record, reloading, surgery
 from hf_posenc.patches.architecture import auto_name, config_pair, of_model
 from hf_posenc.patches.checkpoint import DAMAGED
 from hf_posenc.patches.context import Switch
@@ -169,9 +169,10 @@ class PosencTuner:
                 agree(model, config)
             else:
                 config.base_model_name_or_path = config.base_model_name_or_path or belonging.origin(self.model.config)
-            owner: Any = model.config
+            part: Any = composites.part_to_convert(model)
+            owner = part.config
             # By the type of a stock model PEFT knows how names of projections lead to parameters of experts.
-            owner.model_type = config_pair(of_model(model))[0].model_type
+            owner.model_type = config_pair(of_model(part))[0].model_type
             try:
                 super().inject_adapter(model, adapter_name, *args, **kwargs)  # type: ignore[misc]
             finally:
@@ -231,11 +232,12 @@ class PosencTuner:
             peft_config = copy.copy(peft_config)
             peft_config.target_modules = DUMMY_TARGET_MODULES
         # PEFT chooses the projections to adapt by the model type; where it knows none, all of attention are.
-        architecture = of_model(self.model)
+        part = composites.part_to_convert(self.model)
+        architecture = of_model(part)
         stock = config_pair(architecture)[0].model_type
         chosen = (getattr(peft_config, name, None) for name in ("target_modules", "target_parameters"))
         if stock not in getattr(self, "target_module_mapping", {stock}) and not any(chosen):
-            body = next(iter(architecture.stacks(self.model).values()))
+            body = next(iter(architecture.stacks(part).values()))
             peft_config.target_modules = set(architecture.projections(architecture.attentions(body)[0]))
         return super()._prepare_adapter_config(peft_config, {**model_config, "model_type": stock})  # type: ignore[misc]
 
@@ -330,9 +332,10 @@ def agree(model: Any, config: Any) -> Any:
     """
     if not isinstance(config, PosencAdapter):
         config.__class__ = _configs()[_type_name(config.peft_type)]
-    own, wanted = getattr(getattr(model, "config", None), "posenc", None), config.posenc
+    part = composites.part_to_convert(model)
+    own, wanted = getattr(getattr(part, "config", None), "posenc", None), config.posenc
     if own is not None:
-        surgery.check_record(of_model(model), model)
+        surgery.check_record(of_model(part), part)
         if config._pending and any(wanted.get(key) != own.get(key) for key in ("groups", "strengths")):
             raise OptionError(
                 f"The adapter was trained with the schemes {_names(wanted)}, and the model has {_names(own)}, or other "
@@ -345,7 +348,7 @@ def agree(model: Any, config: Any) -> Any:
             "hf_posenc.patch(model, ...) first, or use a configuration of PEFT."
         )
     else:
-        _convert(model, wanted)
+        _convert(part, wanted, composites.outers_of(part, model))
         if _has_parameters(model) and not config.has_schemes:
             raise OptionError(
                 f"The adapter was trained on a model with the schemes {_names(wanted)}, whose weights it does not "
@@ -355,7 +358,7 @@ def agree(model: Any, config: Any) -> Any:
         config.modules_to_save = sorted({*config.saved, *_SCHEMES})  # own ones and shared ones go together
     if config.scheme_only and not _has_parameters(model):
         raise OptionError(
-            f"{type(config).__name__}(target_modules=[]): {_names(model.config.posenc)} has no parameters, so without "
+            f"{type(config).__name__}(target_modules=[]): {_names(part.config.posenc)} has no parameters, so without "
             "LoRA there is nothing to train. Leave out target_modules, or name the projections to adapt."
         )
     if not config._pending or config.any_base:
@@ -363,7 +366,7 @@ def agree(model: Any, config: Any) -> Any:
     else:
         _check_base(config, model)
     # The schemes are saved as they are in the model by then: training may fade and drop its native encoding.
-    config.posenc, config._model_config = copy.deepcopy(model.config.posenc), model.config
+    config.posenc, config._model_config = copy.deepcopy(part.config.posenc), part.config
     if config.base_model_name_or_path == belonging.UNSAVED:
         config.base_model_name_or_path = belonging.origin(model.config)  # the adapter makes of it what the model is
     return config
@@ -380,17 +383,19 @@ def _check_base(config: Any, model: Any) -> None:
         )
 
 
-def _convert(model: Any, schemes: dict[str, Any]) -> None:
-    """Patch a stock model, in place, with the record of a converted one."""
+def _convert(model: Any, schemes: dict[str, Any], outers: list[Any]) -> None:
+    """Patch a stock model, in place, with the record of a converted one; the models around it learn of it."""
     refuse_wrapped(model)
     architecture = of_model(model)
     belonging.refuse_part(architecture, model)
-    belonging.own_configs(architecture, model)
-    belonging.rename(model)
+    belonging.own_configs(architecture, model, outers)
+    belonging.rename(model, outers)
     for config in surgery.configs(model):
         config.posenc = copy.deepcopy(schemes)
     attach_recorded(architecture, model)
     belonging.mark_parts(model)
+    for outer in outers:
+        composites.enclose(outer)
 
 
 def base_of(folder: str) -> str:

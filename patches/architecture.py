@@ -186,6 +186,7 @@ def _load_builtin() -> None:
     for module in pkgutil.iter_modules(package.__path__):
         if module.name in families:
             importlib.import_module(f"hf_posenc.patches.{module.name}")
+    importlib.import_module("hf_posenc.patches.composites")
 
 
 def architectures() -> dict[str, Architecture]:

@@ -9,10 +9,11 @@ file of weights holds the digest of the record, so that an edited record is noti
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextvars import ContextVar
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.modeling_utils import _add_variant, str_to_torch_dtype
 from transformers.quantizers.base import HfQuantizer
@@ -31,28 +32,69 @@ from hf_posenc.errors import CheckpointError
 from hf_posenc.patches import companions, record
 from hf_posenc.patches.architecture import of_config, of_model
 from hf_posenc.patches.directories import reading
-from hf_posenc.patches.surgery import is_of_scheme
+from hf_posenc.patches.surgery import is_of_scheme, parts
 
 # Key of the record's digest in the metadata of safetensors files.
 DIGEST = "hf_posenc_record"
 # Whether a converted model is being built, whose inside begins as stock classes.
 BUILDING: ContextVar[bool] = ContextVar("building", default=False)
+# What makes the config around that of a converted part one of ours, see `composites`.
+ENCLOSE: list[Callable[[Any], None]] = []
 _WEIGHTS = re.compile(
     r"model(?P<weights>\.[^.]+?)?(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index(?P<index>\.[^.]+)?\.json"
 )
 DAMAGED = " It is missing, truncated or damaged: download or save it again."
 
 
-class PosencConfig:
+class OwnConfig:
+    """Mixin of configs that this package writes."""
+
+    _name_or_path: Any
+
+    @property
+    def name_or_path(self) -> Any:
+        """The name of the model. All models read it when they are built: a stock one is told, see `built`."""
+        reader: Any = sys._getframe(1)
+        while reader.f_code.co_name == "__getattribute__":
+            reader = reader.f_back
+        if reader.f_code is PreTrainedModel.__init__.__code__:
+            self.built(reader.f_locals["self"])
+        return self._name_or_path
+
+    @name_or_path.setter
+    def name_or_path(self, name: Any) -> None:
+        self._name_or_path = str(name)
+
+    def built(self, model: Any) -> None:
+        """Act on a model, stock or converted, that is about to be built from this config."""
+
+    @property
+    def auto_map(self) -> dict[str, str]:
+        """The class in the stub for each `Auto` class; other libraries choose a class by it."""
+        return companions.auto_map(type(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the config as data, without attributes that exist in memory only."""
+        found: dict[str, Any] = super().to_dict()  # type: ignore[misc]
+        for name in ("posenc_origin", "posenc_locked"):
+            found.pop(name, None)
+        return found
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Do nothing: saving must write the stub, not a copy of this package's source."""
+
+
+class PosencConfig(OwnConfig):
     """Mixin of the configs of converted models."""
 
     posenc: dict[str, Any] | None  # the record of the patch
     posenc_locked: Any  # the true value of the locked field, as config.json has it
     posenc_lock: ClassVar[tuple[str, Any]]  # that field, and a value of it that stock classes refuse
-    _name_or_path: Any
 
     def __post_init__(self, **kwargs: Any) -> None:
-        kwargs.pop("auto_map", None)  # a property here
+        for name in ("auto_map", "model_type"):
+            kwargs.pop(name, None)  # the class has them, and `unpatch` changes the class
         if isinstance(self.posenc, dict) and "digest" in self.posenc:
             self.posenc = dict(self.posenc)
             if self.posenc.pop("digest") != record.digest(self.posenc):
@@ -83,38 +125,16 @@ class PosencConfig:
         super().__post_init__(**kwargs)  # type: ignore[misc]
         # The decorator of stock configs does this for their own class alone.
         self.validate()  # type: ignore[attr-defined]
+        if self.posenc:
+            _tell_config_around(self)
 
-    @property
-    def name_or_path(self) -> Any:
-        """The name of the model. All models read it when they are built, and stock ones would ignore the scheme."""
-        reader: Any = sys._getframe(1)
-        while reader.f_code.co_name == "__getattribute__":
-            reader = reader.f_back
-        if self.posenc and reader.f_code is PreTrainedModel.__init__.__code__ and not BUILDING.get():
-            kind = type(reader.f_locals["self"])
-            twin = of_config(self).twins.get(kind)
-            if twin is not None:
-                raise CheckpointError(
-                    f"Got the config of a converted model for a {kind.__name__}, which would ignore the positional "
-                    f"scheme. Use an Auto class or {twin.__name__}; then hf_posenc.unpatch gives the stock model."
-                )
-        return self._name_or_path
-
-    @name_or_path.setter
-    def name_or_path(self, name: Any) -> None:
-        self._name_or_path = str(name)
-
-    @property
-    def auto_map(self) -> dict[str, str]:
-        """The class in the stub for each `Auto` class; other libraries choose a class by it."""
-        return companions.auto_map(type(self))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the config as data, without attributes that exist in memory only."""
-        found: dict[str, Any] = super().to_dict()  # type: ignore[misc]
-        for name in ("posenc_origin", "posenc_locked"):
-            found.pop(name, None)
-        return found
+    def built(self, model: Any) -> None:
+        twin = None if BUILDING.get() or not self.posenc else of_config(self).twins.get(type(model))
+        if twin is not None:
+            raise CheckpointError(
+                f"Got the config of a converted model for a {type(model).__name__}, which would ignore the positional "
+                f"scheme. Use an Auto class or {twin.__name__}; then hf_posenc.unpatch gives the stock model."
+            )
 
     def to_json_string(self, use_diff: bool = True) -> str:
         """Return config.json, locked, and with `auto_map`, which leads to this package."""
@@ -124,12 +144,18 @@ class PosencConfig:
             data["posenc"] = {**self.posenc, "locked": data.get(field, getattr(self, field))}
             data["posenc"]["digest"] = record.digest(data["posenc"])
             data[field] = refused
-            data["auto_map"] = companions.auto_map(type(self))
+            data["auto_map"] = self.auto_map
         return json.dumps(data, indent=2, sort_keys=True) + "\n"
 
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Do nothing: saving must write the stub, not a copy of this package's source."""
+
+def _tell_config_around(config: Any) -> None:
+    """Make the config that is about to take a converted part's config one that knows of it."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is PreTrainedConfig.__post_init__.__code__ and frame.f_locals["self"] is not config:
+            for enclose in ENCLOSE:
+                enclose(frame.f_locals["self"])
+        frame = frame.f_back
 
 
 def order_metadata(path: Path) -> None:
@@ -154,11 +180,15 @@ def order_metadata(path: Path) -> None:
 def digests(config: Any) -> list[str]:
     """Return the digests that the weights of a config may have; the first one is written with them.
 
-    Another version of transformers may complete the locked field on reading, so the value in the file is accepted too.
+    A composite has those of all its converted parts. Another version of transformers may complete the locked field on
+    reading, so the value in the file is accepted too.
     """
-    written = json.loads(config.to_json_string())["posenc"]
-    kept = vars(config).get("posenc_locked", written["locked"])
-    return [record.digest(written), record.digest({**written, "locked": kept})]
+    each = []
+    for part in record.converted(config):
+        written = json.loads(part.to_json_string())["posenc"]
+        kept = vars(part).get("posenc_locked", written["locked"])
+        each.append([record.digest(written), record.digest({**written, "locked": kept})])
+    return ["+".join(found) for found in itertools.product(*each)]
 
 
 class Binding(HfQuantizer):
@@ -265,7 +295,7 @@ def check_stored(model: Any, state_dict: Any, files: Sequence[str] | None, load_
         CheckpointError: A tensor is missing, unknown or misshapen, or a file is damaged.
     """
     source, mapping = load_config.pretrained_model_name_or_path, load_config.weight_mapping or ()
-    if not record.from_config(model.config):
+    if not record.converted(model.config):
         raise CheckpointError(
             f"The checkpoint {source} is not that of a converted model. Load it with "
             f"{type(model).__name__.removeprefix('Posenc')} and use hf_posenc.patch."
@@ -284,9 +314,13 @@ def check_stored(model: Any, state_dict: Any, files: Sequence[str] | None, load_
     # Only one of several tied tensors has to be there.
     tied = getattr(model, "all_tied_weights_keys", {})
     present = {tied.get(name, name) for name in found}
-    architecture = of_model(model)
     # An encoder alone leaves the decoder out.
-    absent = tuple(f"{name}." for name in architecture.other_stacks if name not in architecture.stacks(model))
+    absent = tuple(
+        f"{prefix}.{name}.".removeprefix(".")
+        for prefix, part in parts(model).items()
+        for name in of_model(part).other_stacks
+        if name not in of_model(part).stacks(part)
+    )
     left = SimpleNamespace(
         missing_keys={name for name in wanted if name not in found and tied.get(name, name) not in present},
         unexpected_keys={name for name in found if name not in wanted and not name.startswith(absent)},
@@ -319,7 +353,8 @@ def owed(model: Any, missing: Collection[str], mapping: Iterable[Any] = ()) -> l
     if not missing:
         return []
     saved, wanted = model.config.architectures or (), model.state_dict(keep_vars=True)
-    kinds: list[Any] = [kind for kind in of_model(model).twins.values() if kind.__name__ in saved]
+    named: list[Any] = [getattr(sys.modules[type(model.config).__module__], str(name), None) for name in saved]
+    kinds = [kind for kind in named if getattr(kind, "config_class", None) is type(model.config)]
     with torch.device("meta"):
         # Arguments of a class may ask for more than a config does, so the model itself will not do.
         other = kinds[0](copy.deepcopy(model.config)) if kinds else model

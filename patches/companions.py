@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,14 @@ _SECTION = (
     + """
 ## Positional encoding
 
-{% for group, info in groups %}
+{% for group, info, start in groups %}
 `{{ group.scheme }}` ({{ "arXiv " if info.paper[:4].isdigit() }}{{ info.paper }}), \
 {{ "over" if group.native == "keep" else "instead of" }} the model's own encoding. {{ info.summary }}
 
 {% for name, part in group.stacks | dictsort %}
 - {{ name }}, layers {{ ranges(part.layers) }}; options: {{ options(part.options) }}
 {% endfor %}
-- start: {{ starts.get(group.id, info.start) }}
+- start: {{ start }}
 
 {% endfor %}
 The model runs with transformers and the `hf-posenc` package; without it, loading raises.
@@ -67,12 +67,12 @@ def auto_map(config_class: type) -> dict[str, str]:
     return {name: f"{STUB}.{kind.__name__}" for name, kind in sorted(kinds.items())}
 
 
-def write(directory: str | os.PathLike[str], config: Any, head: str, starts: Mapping[int, str], origin: str) -> None:
+def write(directory: str | os.PathLike[str], config: Any, head: str, starts: Sequence[str], origin: str) -> None:
     """Write the stub, a module of remote code, and the model card of a converted model.
 
     A card that is there already keeps its text; only the part that this package wrote earlier is replaced. One that
     cannot be read is left alone; a warning says so. `head` is the name of the model's class without "Posenc", `starts`
-    the start of each group by id, and `origin` the name of the model that was converted, if known.
+    the start of each group, and `origin` the name of the model that was converted, if known.
     """
     folder = Path(directory)
     names = sorted({name.partition(".")[2] for name in auto_map(type(config)).values()})
@@ -89,9 +89,9 @@ def write(directory: str | os.PathLike[str], config: Any, head: str, starts: Map
     write_text(readme, text)
 
 
-def card(existing: str, config: Any, head: str, starts: Mapping[int, str], origin: str = "") -> str:
+def card(existing: str, config: Any, head: str, starts: Sequence[str], origin: str = "") -> str:
     """Return the text of the model card with this package's section; `origin` names the model that was converted."""
-    groups = record.from_config(config)
+    groups = [group for part in record.converted(config) for group in record.from_config(part)]
     model_card = ModelCard(
         existing if existing.strip() else f"---\n{ModelCardData().to_yaml()}\n---\n\n# {origin or head}\n"
     )
@@ -100,8 +100,7 @@ def card(existing: str, config: Any, head: str, starts: Mapping[int, str], origi
     data.library_name = data.library_name or "transformers"
     known = auto_name(type(config), f"Posenc{head}")
     section = _TEMPLATES.from_string(_SECTION).render(
-        groups=[(group, registry.get(group.scheme)) for group in groups],
-        starts=starts,
+        groups=[(group, registry.get(group.scheme), start) for group, start in zip(groups, starts, strict=True)],
         loader=known or f"Posenc{head}",
         home="transformers" if known else type(config).__module__,
         note="  # or, without the import: trust_remote_code=True" if known else "",

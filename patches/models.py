@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc import registry
 from hf_posenc.errors import (
+    ArchitectureError,
     CacheError,
     CheckpointError,
     DirectionError,
@@ -48,13 +50,13 @@ class PosencModel:
             # Callers read a model's arguments from the signature.
             with_signature_of(vars(cls)["posenc_stock"], cls, "__init__")
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         token = checkpoint.BUILDING.set(True)
         try:
-            super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+            super().__init__(*args, **kwargs)
         finally:
             checkpoint.BUILDING.reset(token)
-        attach_recorded(of_model(self), self, is_new=True)  # type: ignore[arg-type]
+        self.attach_recorded()
         # Schemes lose their meaning in half precision; transformers keeps modules of these names in float32. Quantizers
         # ask the other list which modules to leave alone, and both lists may hold no name twice.
         parts = {part for name in self.state_dict() for part in name.split(".")}  # type: ignore[attr-defined]
@@ -62,6 +64,10 @@ class PosencModel:
         self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), *own}
         self._keep_in_fp32_modules = {*(self._keep_in_fp32_modules or ()), *(rf"(?:.*\.)?{name}" for name in own)}
         belonging.mark_parts(self)  # type: ignore[arg-type]
+
+    def attach_recorded(self) -> None:
+        """Give a new model the schemes that its config names."""
+        attach_recorded(of_model(self), self, is_new=True)  # type: ignore[arg-type]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load weights, as `nn.Module.load_state_dict` does.
@@ -86,6 +92,24 @@ class PosencModel:
         reloading.check_metadata(self.config, local_metadata)
         reloading.check_folder(self.config)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return all tensors, as `nn.Module.state_dict` does.
+
+        Raises:
+            ArchitectureError: They are to be saved by a stock model, which got this one as a part after it was made.
+        """
+        frame: Any = sys._getframe(1) if kwargs.get("prefix") else None
+        while frame is not None:
+            saving = frame.f_locals.get("self") if frame.f_code is PreTrainedModel.save_pretrained.__code__ else None
+            if saving is not None and not surgery.is_patched(saving):
+                raise ArchitectureError(
+                    f"The {type(saving).__name__} was given a converted {self._get_name()} after it was made, and "
+                    "would be saved without its scheme. Put the stock model there, use hf_posenc.patch on the whole, "
+                    "and load the weights with load_state_dict."
+                )
+            frame = frame.f_back
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Scheme):
@@ -148,7 +172,8 @@ class PosencModel:
             missing = checkpoint.owed(model, info["missing_keys"])
             checkpoint.check_complete(f"checkpoint {pretrained_model_name_or_path}", missing)
         # Loading makes new parameters, all trainable.
-        surgery.settle_native(of_model(model), model)
+        for part in surgery.parts(model).values():
+            surgery.settle_native(of_model(part), part)
         return (model, info) if wants_info else model
 
     @staticmethod
@@ -184,7 +209,8 @@ class PosencModel:
             StorageError: It does not fit on the disk. What the directory held is as before, unless it is to be
                 uploaded.
         """
-        surgery.check_record(of_model(self), self)
+        for part in surgery.parts(self).values():  # type: ignore[arg-type]
+            surgery.check_record(of_model(part), part)
         # A stock checkpoint may have had other names for its weights; those of the patched class never changed.
         kwargs["save_original_format"] = False
         folder = Path(save_directory)
@@ -373,13 +399,17 @@ def attach_recorded(architecture: Architecture, model: nn.Module, *, is_new: boo
     surgery.install(architecture, model, built, record.strengths_from_config(config))
 
 
-def starts(model: Any) -> dict[int, str]:
-    """Return the start of each group of a patched model, by id, as `Plan` names it."""
-    groups = record.from_config(model.config)
-    schemes: dict[int, dict[Scheme, None]] = {group.id: {} for group in groups}  # each once
-    for _, body, _, attention in surgery.patched_layers(of_model(model), model):
-        schemes[attention.posenc_group][surgery.scheme_of(body, attention)] = None
-    return {group.id: describe_start(list(schemes[group.id]), group.native)[0] for group in groups}
+def starts(model: Any) -> list[str]:
+    """Return the start of each group of a converted model, as `Plan` names it, in the order of `record.converted`."""
+    found = []
+    for config in record.converted(model.config):
+        part = next(part for part in surgery.parts(model).values() if part.config is config)
+        groups = record.from_config(config)
+        schemes: dict[int, dict[Scheme, None]] = {group.id: {} for group in groups}  # each once
+        for _, body, _, attention in surgery.patched_layers(of_model(part), part):
+            schemes[attention.posenc_group][surgery.scheme_of(body, attention)] = None
+        found += [describe_start(list(schemes[group.id]), group.native)[0] for group in groups]
+    return found
 
 
 def describe_start(schemes: list[Scheme], native: str) -> tuple[str, float | None]:

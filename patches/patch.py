@@ -27,7 +27,7 @@ from hf_posenc.errors import (
     WrappedModelError,
     shown,
 )
-from hf_posenc.patches import belonging, record, surgery
+from hf_posenc.patches import belonging, composites, record, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.context import DISABLED, Switch
 from hf_posenc.patches.record import FULL, Group, Native, Part, Strengths
@@ -83,15 +83,18 @@ def patch(
         PosencError: One of its subclasses says what is wrong; the model is then as it was.
     """
     prepared = prepare(model, scheme, native=native, layers=layers, stacks=stacks, options=options)
-    architecture, group = prepared.architecture, prepared.group
-    with surgery.all_or_nothing(model):
-        belonging.own_configs(architecture, model)
-        belonging.rename(model)
+    architecture, group, part = prepared.architecture, prepared.group, prepared.model
+    outers = composites.outers_of(part, model)
+    with surgery.all_or_nothing(outers[-1] if outers else part):
+        belonging.own_configs(architecture, part, outers)
+        belonging.rename(part, outers)
         # The new group may have the number of one that it replaces.
-        surgery.drop_shared(architecture, model, prepared.kept)
-        surgery.install(architecture, model, [(group, prepared.built)])
-        belonging.mark_parts(model)
-        surgery.write_record(model, [*prepared.kept, group])
+        surgery.drop_shared(architecture, part, prepared.kept)
+        surgery.install(architecture, part, [(group, prepared.built)])
+        belonging.mark_parts(part)
+        surgery.write_record(part, [*prepared.kept, group])
+        for outer in outers:
+            composites.enclose(outer)
     for warning in prepared.warnings:
         logger.warning("%s", warning)
     return model
@@ -113,23 +116,29 @@ def unpatch(model: Model) -> Model:
     """
     refuse_wrapped(model)
     surgery.check_patched("unpatch", model, "Nothing was done.")
-    architecture = of_model(model)
-    belonging.refuse_part(architecture, model)
-    with surgery.all_or_nothing(model):
-        belonging.own_configs(architecture, model)
-        belonging.rename(model, stock=True)
-        for _, _, _, attention in surgery.patched_layers(architecture, model):
+    for part in surgery.parts(model).values():
+        _unpatch(part, composites.outers_of(part, model))
+    return model
+
+
+def _unpatch(part: Any, outers: list[Any]) -> None:
+    architecture = of_model(part)
+    belonging.refuse_part(architecture, part)
+    with surgery.all_or_nothing(outers[-1] if outers else part):
+        belonging.own_configs(architecture, part, outers)
+        belonging.rename(part, outers, stock=True)
+        for _, _, _, attention in surgery.patched_layers(architecture, part):
             attention._modules.pop(surgery.OWN, None)
             surgery.restore(attention)
-        surgery.drop_shared(architecture, model, [])
-        surgery.settle_native(architecture, model)
-        for module in model.modules():
+        surgery.drop_shared(architecture, part, [])
+        surgery.settle_native(architecture, part)
+        for module in part.modules():
             if surgery.is_patched(module):
                 surgery.restore(module)
-        surgery.settle_layers(architecture, model)
-        for config in surgery.configs(model):
+        surgery.settle_layers(architecture, part)
+        for config in surgery.configs(part):
             surgery.restore(config)
-    return model
+        composites.release(outers)
 
 
 def set_strength(model: PreTrainedModel, *, native: float = 1.0, scheme: float = 1.0) -> None:
@@ -148,6 +157,7 @@ def set_strength(model: PreTrainedModel, *, native: float = 1.0, scheme: float =
         NotPatchedError: The model is not patched.
         OptionError: A strength is out of range, or the model's own encoding was removed.
     """
+    model = composites.part_to_convert(model)
     groups = _groups(model, "set_strength")
     for name, value in (("native", native), ("scheme", scheme)):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
@@ -178,6 +188,7 @@ def drop_native(model: PreTrainedModel) -> None:
     Raises:
         NotPatchedError: The model is not patched.
     """
+    model = composites.part_to_convert(model)
     groups = [replace(group, native="remove") for group in _groups(model, "drop_native")]
     architecture = of_model(model)
     with surgery.all_or_nothing(model):
@@ -196,7 +207,7 @@ def _groups(model: PreTrainedModel, caller: str) -> list[Group]:
 def _write(model: PreTrainedModel, groups: list[Group], strengths: Strengths) -> None:
     with surgery.all_or_nothing(model):
         surgery.set_strengths(of_model(model), model, strengths)
-        belonging.rename(model)
+        belonging.rename(model, composites.outers_of(model, model))
         surgery.write_record(model, groups, strengths)
 
 
@@ -249,9 +260,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Preparation:
-    """A patch that is computed and checked: the new group, its schemes, and the earlier groups that stay."""
+    """A patch that is computed and checked: the model that changes, the new group, its schemes, and groups that stay.
+
+    Of a composite, its language model changes.
+    """
 
     architecture: Architecture
+    model: nn.Module
     group: Group
     built: dict[str, dict[int, Scheme]]
     kept: list[Group]
@@ -269,6 +284,7 @@ def prepare(
 ) -> Preparation:
     """Check everything about a patch and build its schemes, without touching the model."""
     refuse_wrapped(model)
+    model = composites.part_to_convert(model)
     architecture = of_model(model)
     belonging.refuse_part(architecture, model)
     surgery.check_record(architecture, model)
@@ -311,7 +327,7 @@ def prepare(
     built = surgery.build_group(architecture, model, group, info)
     resolved = {name: Part(chosen[name], next(iter(part.values())).options()) for name, part in built.items()}
     group = replace(group, stacks=resolved)
-    return Preparation(architecture, group, built, kept, _warnings(architecture, bodies, group, kept, built))
+    return Preparation(architecture, model, group, built, kept, _warnings(architecture, bodies, group, kept, built))
 
 
 def _warnings(

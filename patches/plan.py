@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_posenc import attention
 from hf_posenc.errors import NotPatchedError, OptionError, PositionError
 from hf_posenc.operands import is_count
-from hf_posenc.patches import record, surgery
+from hf_posenc.patches import composites, record, surgery
 from hf_posenc.patches.architecture import Architecture, of_config, of_model
 from hf_posenc.patches.cache import NAMES, cache_of
 from hf_posenc.patches.companions import ranges
@@ -143,7 +143,7 @@ def plan(
     model = model_or_config
     with contextlib.ExitStack() as where:
         if isinstance(model, PreTrainedConfig):
-            model = skeleton(model)
+            model = skeleton(composites.config_to_convert(model))
             where.enter_context(torch.device("meta"))
         prepared = prepare(model, scheme, native=native, layers=layers, stacks=stacks, options=options)
     parameters = [p for module in prepared.schemes for p in module.parameters()]
@@ -178,23 +178,27 @@ def verify(model: nn.Module) -> Verification:
     Raises:
         NotPatchedError: The model is not patched, or a scheme that it should run does not run.
     """
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    models = [module for module in modules if isinstance(module, PreTrainedModel)]
-    inner = next(filter(surgery.is_patched, models), None)
-    if inner is None:
+    inside = surgery.parts(model) if isinstance(model, nn.Module) else {}
+    if not inside:
         raise NotPatchedError(
             f"verify: the {type(model).__name__} is not patched: it computes its own encoding. Call hf_posenc.patch, "
             "or load the converted checkpoint with hf_posenc imported."
         )
-    for outer in models[: models.index(inner)]:
-        if inner in outer.modules() and not any(
-            config is inner.config for config in (outer.config, *vars(outer.config).values())
-        ):
+    found = [_verify(part) for part in inside.values()]
+    return Verification(
+        groups=tuple(group for each in found for group in each.groups),
+        calls=sum(each.calls for each in found),
+        difference=max(each.difference for each in found),
+    )
+
+
+def _verify(model: Any) -> Verification:
+    for outer in composites.outers_of(model, model):
+        if not surgery.is_patched(outer):
             raise NotPatchedError(
-                f"verify: the config of the {type(outer).__name__} around the patched model does not hold that of the "
-                f"{type(inner).__name__}, so it would be saved without the scheme. Put it there, or save the inside."
+                f"verify: the {type(outer).__name__} was put around a patched {type(model).__name__} later, and is not "
+                "patched itself, so it would be saved without the scheme. Patch the whole model, or save the inside."
             )
-    model = inner
     architecture = of_model(model)
     _check_enabled("verify", architecture, model)
     layers = Counter(module.posenc_group for _, _, _, module in surgery.patched_layers(architecture, model))
@@ -327,6 +331,8 @@ def explain(model: PreTrainedModel, *, length: int | None = None) -> Explanation
         OptionError: The length is no positive number.
         PositionError: The model has no positions for that many tokens and one more.
     """
+    surgery.check_patched("explain", model)
+    model = composites.part_to_convert(model)
     surgery.check_patched("explain", model)
     architecture = of_model(model)
     if length is None:

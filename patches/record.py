@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError, with_config
+from transformers import PreTrainedConfig
 
 from hf_posenc import __version__
 from hf_posenc.errors import CheckpointError
@@ -115,6 +116,15 @@ def digest(posenc: Mapping[str, Any]) -> str:
 def from_config(config: Any) -> list[Group]:
     """Read the groups from a config, none if it was never patched; raise `CheckpointError` for a damaged record."""
     return _read(config).groups
+
+
+def converted(config: Any) -> list[Any]:
+    """Return the configs that hold a record: the config itself, and those of the parts of a composite, in order."""
+    found = [config] if getattr(config, "posenc", None) else []
+    for _, value in sorted(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            found += converted(value)
+    return found
 
 
 def strengths_from_config(config: Any) -> Strengths:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_posenc.errors import ArchitectureError, LayerSelectionError, NotPatchedError
 from hf_posenc.patches import record
@@ -79,6 +80,19 @@ def swap_class(target: Any, new: type) -> None:
 def is_patched(module: object) -> bool:
     """Whether a module has been given its patched class."""
     return getattr(type(module), "posenc_stock", None) is not None
+
+
+def parts(model: nn.Module) -> dict[str, Any]:
+    """Return the converted models in a model, by their names in it, and none that is inside of another.
+
+    A converted model is its own part, of empty name; only composites, which are made of several models, have others.
+    """
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        is_one = isinstance(module, PreTrainedModel) and not getattr(module, "posenc_encloses", False)
+        if is_one and is_patched(module) and not any(name.startswith(f"{outer}.".lstrip(".")) for outer in found):
+            found[name] = module
+    return found
 
 
 def patched_layers(architecture: Architecture, model: nn.Module) -> Iterator[tuple[str, nn.Module, int, Any]]:

@@ -237,13 +237,16 @@ def test_a_head_around_a_patched_body_knows_of_its_scheme(tmp_path: Path) -> Non
     assert torch.equal(models.logits(loaded, "llama", ids), models.logits(whole, "llama", ids))
 
 
-def test_a_model_around_that_would_be_saved_without_the_scheme_is_found() -> None:
+def test_a_model_that_gets_a_converted_part_later_is_refused(tmp_path: Path) -> None:
     whole = EncoderDecoderModel(encoder=models.stock("llama").model, decoder=models.stock("gpt2"))
-    hf_posenc.patch(whole.decoder, "alibi")
-    with pytest.raises(NotPatchedError, match="EncoderDecoderModel around the patched model does not hold that of"):
-        hf_posenc.verify(whole)
+    whole.decoder = hf_posenc.patch(models.stock("gpt2"), "alibi")
+    with pytest.raises(ArchitectureError, match="The EncoderDecoderModel was given a converted GPT2LMHeadModel after"):
+        whole.save_pretrained(tmp_path)
     whole.config.decoder = whole.decoder.config
-    hf_posenc.verify(whole)
+    with pytest.raises(NotPatchedError, match="the EncoderDecoderModel was put around a patched"):
+        hf_posenc.verify(whole)
+    with pytest.raises(ArchitectureError, match="The EncoderDecoderModel was given a converted GPT2LMHeadModel after"):
+        whole.save_pretrained(tmp_path)
 
 
 def test_the_inside_of_a_patched_model_is_no_model_of_its_own_until_it_is_saved(tmp_path: Path) -> None:
