@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -24,11 +25,11 @@ from peft.utils.hotswap import CONFIG_KEYS_TO_CHECK
 from torch import nn
 
 from hf_posenc.errors import CheckpointError, NotPatchedError, OptionError
-from hf_posenc.patches import belonging, binding, composites, record, reloading, surgery
+from hf_posenc.patches import belonging, binding, companions, composites, record, reloading, surgery
 from hf_posenc.patches.architecture import auto_name, config_pair, of_model
 from hf_posenc.patches.checkpoint import DAMAGED
 from hf_posenc.patches.context import Switch
-from hf_posenc.patches.directories import reading
+from hf_posenc.patches.directories import reading, saving
 from hf_posenc.patches.models import attach_recorded
 from hf_posenc.patches.patch import refuse_wrapped, unpatch
 
@@ -461,8 +462,28 @@ def _configs() -> dict[str, Any]:
     return cast("Any", PEFT_TYPE_TO_CONFIG_MAPPING)
 
 
+def _saving_whole(stock: Any) -> Any:
+    """Return a function that saves adapters as PEFT's own does; those of converted models whole or not at all."""
+
+    @functools.wraps(stock)
+    def save_pretrained(model: Any, save_directory: str, *args: Any, **kwargs: Any) -> None:
+        if not (_ours(model.peft_config) or surgery.is_patched(_base(model))):
+            stock(model, save_directory, *args, **kwargs)
+            return
+        target = Path(save_directory)
+        with saving(target) as folder:
+            for name in ("", *model.peft_config):
+                binding.refuse_pickled(target / name)
+            with companions.adapter_card(folder, target, belonging.origin(_base(model).config)):
+                stock(model, str(folder), *args, **kwargs)
+
+    return save_pretrained
+
+
 def register_all() -> None:
     """Register types of adapters for converted models in PEFT, one for each of its own types."""
+    if not hasattr(PeftModel.save_pretrained, "__wrapped__"):
+        PeftModel.save_pretrained = _saving_whole(PeftModel.save_pretrained)  # type: ignore[method-assign]
     for kind, stock in list(PEFT_TYPE_TO_CONFIG_MAPPING.items()):
         tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING.get(kind)
         # PEFT needs the tuner for several tasks as a class, to ask for its bases.

@@ -35,7 +35,7 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def bind(folder: Path) -> None:
     """Write the digest of a folder's `adapter_config.json` into the metadata of the weights, if there are any."""
-    _refuse_pickled(folder)
+    refuse_pickled(folder)
     weights = folder / SAFETENSORS_WEIGHTS_NAME
     if weights.exists():
         with published(weights) as unfinished:
@@ -47,7 +47,7 @@ def read(weights: Path) -> dict[str, Tensor]:
 
     Only the header is read.
     """
-    _refuse_pickled(weights.parent)
+    refuse_pickled(weights.parent)
     with reading(f"The adapter {weights}", advice=DAMAGED):
         metadata, tensors = read_header(weights)
     config = weights.with_name(CONFIG_NAME)
@@ -175,7 +175,8 @@ def _base_parameters(
         yield from _base_parameters(child, f"{prefix}{name}.", seen)
 
 
-def _refuse_pickled(folder: Path) -> None:
+def refuse_pickled(folder: Path) -> None:
+    """Raise if a folder holds pickled weights of an adapter."""
     if (folder / WEIGHTS_NAME).exists():
         raise CheckpointError(
             f"{folder / WEIGHTS_NAME} is pickled, and cannot be bound to its scheme. Delete it, and save the adapter "

@@ -9,10 +9,12 @@ file of weights holds the digest of the record, so that an edited record is noti
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
 import json
 import re
 import sys
+import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextvars import ContextVar
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -36,6 +38,8 @@ from hf_posenc.patches.surgery import is_of_scheme, parts
 
 # Key of the record's digest in the metadata of safetensors files.
 DIGEST = "hf_posenc_record"
+# Key there, and in the index of shards, of what tells one save from another, and its value until that is known.
+SAVE, _UNSEALED = "hf_posenc_save", "0" * 16
 # Whether a converted model is being built, whose inside begins as stock classes.
 BUILDING: ContextVar[bool] = ContextVar("building", default=False)
 # What makes the config around that of a converted part one of ours, see `composites`.
@@ -158,11 +162,30 @@ def _tell_config_around(config: Any) -> None:
         frame = frame.f_back
 
 
-def order_metadata(path: Path) -> None:
-    """Sort the metadata of a converted checkpoint's file, so that equal models give equal files.
+def seal(folder: Path) -> None:
+    """Finish the weights that transformers has written: give the shards of an index, and it, the digest of them all.
 
-    safetensors writes them in any order. The bytes are replaced in one write by as many, so the file stays valid.
+    So shards of two saves never load together. Metadata are sorted, since safetensors writes them in any order, and
+    equal models give equal files.
     """
+    files = [path for path in folder.iterdir() if variant(path.name) is not None]
+    saves = {}
+    for index in (path for path in files if path.suffix == ".json"):
+        content = json.loads(index.read_bytes())
+        shards = sorted(set(content["weight_map"].values()))
+        for name in shards:
+            _set_metadata(folder / name, _UNSEALED)
+        parts = [f"{name} {_checksum(folder / name)}" for name in shards]
+        content["metadata"][SAVE] = hashlib.sha256(" ".join(parts).encode()).hexdigest()[: len(_UNSEALED)]
+        index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        saves |= dict.fromkeys(shards, content["metadata"][SAVE])
+    for path in files:
+        if path.suffix == ".safetensors":
+            _set_metadata(path, saves.get(path.name))
+
+
+def _set_metadata(path: Path, save: str | None) -> None:
+    """Sort the metadata of a file of weights, and set its save; the bytes are replaced in one write by as many."""
     start = b'{"__metadata__":'
     with path.open("rb") as file:
         size, begin = int.from_bytes(file.read(8), "little"), file.read(len(start))
@@ -170,11 +193,22 @@ def order_metadata(path: Path) -> None:
             return
         text = (begin + file.read(size - len(start))).decode()
     found, end = json.JSONDecoder().raw_decode(text, len(start))
+    if SAVE in found and save is not None:
+        found[SAVE] = save
     ordered = json.dumps(found, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     if DIGEST in found and len(ordered) == end - len(start) and ordered != text[len(start) : end]:
         with path.open("r+b") as file:
             file.seek(8 + len(start))
             file.write(ordered.encode())
+
+
+def _checksum(path: Path) -> int:
+    """Return a checksum of a file, which a chance difference changes but once in four billion times."""
+    found = 0
+    with path.open("rb") as file:
+        while piece := file.read(2**22):
+            found = zlib.crc32(piece, found)
+    return found
 
 
 def digests(config: Any) -> list[str]:
@@ -207,7 +241,7 @@ class Binding(HfQuantizer):
         state_dict, metadata = self._state_dict, {}
         if self._true is not None:
             state_dict, metadata = self._true.get_state_dict_and_metadata(model)
-        return state_dict, {**metadata, DIGEST: digests(model.config)[0]}
+        return state_dict, {**metadata, DIGEST: digests(model.config)[0], SAVE: _UNSEALED}
 
     def is_serializable(self) -> bool:
         """Whether the model can be saved."""
@@ -265,6 +299,7 @@ def _read_headers(files: Iterable[str], config: Any) -> dict[str, Tensor]:
     """Return all tensors in the weight files of a converted checkpoint by name."""
     found: dict[str, Tensor] = {}
     stamps: dict[str, str | None] = {}
+    saves: dict[str, str | None] = {}
     for path in map(str, files):
         if not path.endswith(".safetensors"):
             raise CheckpointError(
@@ -274,7 +309,7 @@ def _read_headers(files: Iterable[str], config: Any) -> dict[str, Tensor]:
             )
         with reading(path, advice=DAMAGED):
             metadata, tensors = read_header(path)
-        stamps[path] = metadata.get(DIGEST)
+        stamps[path], saves[path] = metadata.get(DIGEST), metadata.get(SAVE)
         found |= tensors
     # Checkpoints of earlier releases have no digest, and tools that rewrite weights drop it from all files.
     known = digests(config) if any(stamps.values()) else [None]
@@ -285,7 +320,25 @@ def _read_headers(files: Iterable[str], config: Any) -> dict[str, Tensor]:
                 "both was changed or replaced after saving. Restore config.json and the weights from the original "
                 "checkpoint, or convert the model again."
             )
+    _check_save(saves)
     return found
+
+
+def _check_save(saves: dict[str, str | None]) -> None:
+    """Raise unless all shards are of the save that their index is of."""
+    first = Path(next(iter(saves)))
+    of = variant(first.name)
+    index = first.with_name(f"model.safetensors.index{of or ''}.json")
+    if (of is not None and "-of-" not in first.name) or not index.is_file():
+        return
+    with reading(str(index), advice=DAMAGED):
+        save = json.loads(index.read_bytes())["metadata"].get(SAVE)
+    for path, own in saves.items():
+        if own != save:
+            raise CheckpointError(
+                f"{path} and {index.name} are of two saves: one was interrupted, or a file was exchanged. Save the "
+                "model again, or restore all files of one save."
+            )
 
 
 def check_stored(model: Any, state_dict: Any, files: Sequence[str] | None, load_config: Any) -> None:

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import yaml
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCard, try_to_load_from_cache
 
 from hf_posenc import registry
+from hf_posenc.errors import CheckpointError
 from hf_posenc.patches import record
 from hf_posenc.patches.architecture import auto_classes, auto_name
-from hf_posenc.patches.directories import write_text
+from hf_posenc.patches.directories import published, reading
 
 logger = logging.getLogger(__name__)
 
 STUB = "modeling_hf_posenc"
+CARD = "README.md"
+# The hub's name of the task of each `Auto` class.
+TASKS = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForSeq2SeqLM": "text2text-generation",
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
+    "AutoModelForQuestionAnswering": "question-answering",
+    "AutoModelForMultipleChoice": "multiple-choice",
+    "AutoModelForImageClassification": "image-classification",
+}
 
 _STUB = '''"""Leads `trust_remote_code=True` to the package that computes this model: pip install hf-posenc."""
 
@@ -58,7 +72,8 @@ model = {{ loader }}.from_pretrained("path/or/repo"){{ note }}
     + "\n"
 )
 _TEMPLATES = jinja2.Environment(autoescape=False, trim_blocks=True, keep_trailing_newline=True)
-_OURS = re.compile(f"{_BEGIN}.*{_END}\n?", re.DOTALL)
+_OURS = re.compile(f"{_BEGIN}(?:(?!{_BEGIN}).)*?{_END}\r?\n?", re.DOTALL)
+_METADATA = re.compile(r"\A\ufeff?\s*---\r?\n(?P<data>.*?)(?:^|\r?\n)---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
 
 
 def auto_map(config_class: type) -> dict[str, str]:
@@ -67,37 +82,84 @@ def auto_map(config_class: type) -> dict[str, str]:
     return {name: f"{STUB}.{kind.__name__}" for name, kind in sorted(kinds.items())}
 
 
-def write(directory: str | os.PathLike[str], config: Any, head: str, starts: Sequence[str], origin: str) -> None:
-    """Write the stub, a module of remote code, and the model card of a converted model.
+def write(folder: Path, target: Path, config: Any, head: str, starts: Sequence[str], origin: str) -> None:
+    """Write the stub, a module of remote code, and the model card of a converted model to a folder.
 
-    A card that is there already keeps its text; only the part that this package wrote earlier is replaced. One that
-    cannot be read is left alone; a warning says so. `head` is the name of the model's class without "Posenc", `starts`
-    the start of each group, and `origin` the name of the model that was converted, if known.
+    A card that is in the target already keeps its text; only the part that this package wrote earlier is replaced. One
+    that cannot be read is left alone; a warning says so. `head` is the name of the model's class without "Posenc",
+    `starts` the start of each group, and `origin` the name of the model that was converted, if known.
     """
-    folder = Path(directory)
     names = sorted({name.partition(".")[2] for name in auto_map(type(config)).values()})
     stub = _TEMPLATES.from_string(_STUB).render(module=type(config).__module__, names=names)
-    write_text(folder / f"{STUB}.py", stub)
-    readme = folder / "README.md"
+    _write(folder / f"{STUB}.py", stub, in_place=folder == target)
+    readme = target / CARD
     try:
-        text = readme.read_text(encoding="utf-8") if readme.exists() else ""
-        text = card(text, config, head, starts, origin)
-    except (yaml.YAMLError, ValueError) as error:
-        # The weights are there already, and the card is the user's.
-        logger.warning("%s is left as it is, since it cannot be read: %s", readme, " ".join(str(error).split()))
+        with reading(str(readme)):
+            existing = readme.read_bytes().decode("utf-8") if os.path.lexists(readme) else ""
+            text = card(existing, config, head, starts, origin)
+    except CheckpointError as error:
+        logger.warning("%s is left as it is: %s", readme, error)
         return
-    write_text(readme, text)
+    _write(folder / CARD, text, in_place=folder == target)
+
+
+def _write(path: Path, text: str, *, in_place: bool) -> None:
+    # As bytes, which keep the ends of lines.
+    with published(path) if in_place else contextlib.nullcontext(path) as draft:
+        draft.write_bytes(text.encode("utf-8"))
+
+
+@contextlib.contextmanager
+def adapter_card(folder: Path, target: Path, origin: str) -> Iterator[None]:
+    """Let PEFT complete the card of a target in another folder, and take local paths and lost tags out of the result.
+
+    A card that cannot be read is left alone; a warning says so.
+    """
+    old, new, tags, is_readable = target / CARD, folder / CARD, [], True
+    try:
+        if os.path.lexists(old):
+            with reading(str(old)):
+                ModelCard.load(old)  # as PEFT will do
+                text = old.read_bytes()
+                tags = _words(_metadata(text.decode("utf-8")).get("tags"))
+                new.write_bytes(text)
+    except CheckpointError as error:
+        logger.warning("%s is left as it is: %s", old, error)
+        is_readable = False
+    yield
+    if not is_readable and folder != target:
+        new.unlink(missing_ok=True)
+    if not new.is_file():  # as in a process that is not the main one
+        return
+    model_card = ModelCard.load(new)
+    data: Any = model_card.data
+    base, licence = base_and_licence(origin)
+    data.base_model, data.license = base, data.license or licence
+    tags = [tag for tag in (*tags, *_words(data.tags), "hf_posenc") if not tag.startswith("base_model:")]
+    data.tags = list(dict.fromkeys([*tags, *([f"base_model:adapter:{base}"] if base else [])]))
+    model_card.save(new)
+
+
+def _metadata(text: str) -> dict[str, Any]:
+    """Return the metadata of a card."""
+    found = _METADATA.match(text)
+    data = yaml.safe_load(found["data"]) if found else None
+    if not isinstance(data or {}, dict):
+        raise ValueError("the metadata are no mapping")
+    return data or {}
+
+
+def _words(tags: Any) -> list[str]:
+    """Return the tags of a card."""
+    found = [tags] if isinstance(tags, str) else tags or []
+    if not (isinstance(found, list) and all(isinstance(tag, str) for tag in found)):
+        raise ValueError("the tags are no list of words")
+    return found
 
 
 def card(existing: str, config: Any, head: str, starts: Sequence[str], origin: str = "") -> str:
     """Return the text of the model card with this package's section; `origin` names the model that was converted."""
     groups = [group for part in record.converted(config) for group in record.from_config(part)]
-    model_card = ModelCard(
-        existing if existing.strip() else f"---\n{ModelCardData().to_yaml()}\n---\n\n# {origin or head}\n"
-    )
-    data: Any = model_card.data
-    data.tags = list(dict.fromkeys([*(data.tags or []), "hf_posenc", *(group.scheme for group in groups)]))
-    data.library_name = data.library_name or "transformers"
     known = auto_name(type(config), f"Posenc{head}")
     section = _TEMPLATES.from_string(_SECTION).render(
         groups=[(group, registry.get(group.scheme), start) for group, start in zip(groups, starts, strict=True)],
@@ -108,9 +170,89 @@ def card(existing: str, config: Any, head: str, starts: Sequence[str], origin: s
         # Sorted as in config.json, so that loading and saving again changes nothing.
         options=lambda given: ", ".join(f"{key}={value!r}" for key, value in sorted(given.items())) or "none",
     )
-    body = model_card.text
-    model_card.text = _OURS.sub(lambda _: section, body) if _OURS.search(body) else body.rstrip("\n") + "\n\n" + section
-    return str(model_card.content)
+    base, licence = base_and_licence(origin)
+    facts = {
+        "library_name": "transformers",
+        "pipeline_tag": TASKS.get(known or ""),
+        "base_model": base,
+        "license": licence,
+    }
+    tags = ["hf_posenc", *(group.scheme for group in groups)]
+    text = _described(existing if existing.strip() else f"\n# {name_of(origin) or head}\n", facts, tags)
+    found = _OURS.search(text)
+    if found is None:
+        return text.rstrip("\r\n") + "\n\n" + section
+    # Of several, as in two cards that were joined, the first is renewed. The user's text between them stays.
+    return text[: found.start()] + section + _OURS.sub("", text[found.end() :])
+
+
+def _described(text: str, facts: Mapping[str, str | None], tags: Sequence[str]) -> str:
+    """Return a card with metadata that it has not got yet; what is there stays as it was written, with its comments.
+
+    Raises:
+        ValueError: The metadata there are no mapping, or the tags no list of words.
+    """
+    data, found = _metadata(text), _METADATA.match(text)
+    given = found["data"] if found else ""
+    own = _words(data.get("tags"))
+    more = [tag for tag in dict.fromkeys(tags) if tag not in own]
+    new: dict[str, Any] = {key: value for key, value in facts.items() if value and not data.get(key)}
+    wanted = {**data, **new, "tags": [*more, *own]}
+    added = new if own else {**new, "tags": more}
+    end = "\r\n" if "\r\n" in given else "\n"
+    lines = yaml.safe_dump(added, sort_keys=False, allow_unicode=True).replace("\n", end) if added else ""
+    written = _with_tags(given and given + end, more if own else [], end) + lines
+    try:
+        is_right = yaml.safe_load(written) == wanted
+    except yaml.YAMLError:
+        is_right = False
+    if not is_right:  # It is written in an unusual form.
+        written = yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True)
+    if found is None:
+        return f"---\n{written}---\n{text}"
+    return text[: found.start("data")] + written.removesuffix(end) + text[found.end("data") :]
+
+
+def _with_tags(written: str, more: Sequence[str], end: str) -> str:
+    """Return metadata with further tags before those that are there."""
+    tree: Any = yaml.compose(written) if more else None
+    for key, value in tree.value if isinstance(tree, yaml.MappingNode) else ():
+        if key.value == "tags" and isinstance(value, yaml.SequenceNode):
+            start = value.start_mark
+            at = start.index + bool(value.flow_style)
+            entry = "{}, " if value.flow_style else f"- {{}}{end}{' ' * start.column}"
+            return written[:at] + "".join(map(entry.format, more)) + written[at:]
+    return written
+
+
+def base_and_licence(origin: str) -> tuple[str | None, str | None]:
+    """Return the name on the hub of a converted model and its licence, as far as its card is at hand.
+
+    For a local folder, which no card names, these are what its own card says.
+    """
+    cached = re.search(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\]", origin)
+    name = f"{cached[1]}/{cached[2]}" if cached else origin if on_the_hub(origin) else None
+    local = Path(origin, CARD)
+    card = local if origin and local.is_file() else name and try_to_load_from_cache(name, CARD)
+    if not isinstance(card, (str, Path)):
+        return name, None
+    try:
+        with reading(str(card)):
+            data = ModelCard.load(card, ignore_metadata_errors=True).data
+    except CheckpointError:  # The card of another model is nobody's error here.
+        return name, None
+    base, licence = (value if isinstance(value, str) else None for value in (data.base_model, data.license))
+    return name or (base if base and on_the_hub(base) else None), licence
+
+
+def on_the_hub(source: str) -> bool:
+    """Whether a source looks like a name on the hub, and is no local file or folder."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None and not Path(source).exists()
+
+
+def name_of(source: str) -> str:
+    """Return the name of a model or text; for a local path, its last part."""
+    return source if on_the_hub(source) else Path(source).name
 
 
 def encoding_section(text: str) -> str:

@@ -29,7 +29,7 @@ from hf_posenc.patches import belonging, checkpoint, companions, record, reloadi
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.cache import cache_of
 from hf_posenc.patches.context import Mixin, check_length, real_tokens, resolve_positions, sequences, stated_samples
-from hf_posenc.patches.directories import OutputError, storing, whole_files
+from hf_posenc.patches.directories import saving
 from hf_posenc.patches.seams import REAL, check_backend, tokens_in, with_signature_of
 from hf_posenc.scheme import Scheme
 
@@ -205,7 +205,7 @@ class PosencModel:
 
         Raises:
             ArchitectureError: The layers of the model are not those that its record names.
-            OutputError: The directory is a file.
+            OutputError: The directory cannot be written.
             StorageError: It does not fit on the disk. What the directory held is as before, unless it is to be
                 uploaded.
         """
@@ -214,35 +214,29 @@ class PosencModel:
         # A stock checkpoint may have had other names for its weights; those of the patched class never changed.
         kwargs["save_original_format"] = False
         folder = Path(save_directory)
-        if folder.is_file():
-            raise OutputError(f"{folder} is a file, and a model is saved to a directory. Choose another name.")
-        # A folder that is uploaded under its name, or that other processes write too, is written in place.
-        is_shared = torch.distributed.is_available() and torch.distributed.is_initialized()
-        in_place = bool(args or is_shared or kwargs.get("push_to_hub"))
-        saving = storing(folder) if in_place else whole_files(folder, checkpoint.variant)
-        quantizer = vars(self).get("hf_quantizer")
-        self.hf_quantizer: Any = checkpoint.Binding(self, state_dict)
-        try:
-            with saving as fresh:
-                place = save_directory if fresh is None else fresh
-                super().save_pretrained(place, is_main_process, state_dict, *args, **kwargs)  # type: ignore[misc]
-        finally:
-            del self.hf_quantizer
-            if quantizer is not None:
-                self.hf_quantizer = quantizer
-        if is_main_process:
-            self._write_companions(save_directory)
+        # Other threads may use and save this model, so what saving changes is on a copy of its surface.
+        double = object.__new__(type(self))
+        vars(double).update(vars(self))
+        double.hf_quantizer = checkpoint.Binding(self, state_dict)
+        # A folder that is uploaded under its name is written in place.
+        exposed = bool(args or kwargs.get("push_to_hub"))
+        with saving(folder, checkpoint.variant, exposed=exposed) as place:
+            stock: Any = super(PosencModel, double)
+            stock.save_pretrained(place, is_main_process, state_dict, *args, **kwargs)
+            if is_main_process:
+                self._write_companions(place, folder)
 
     def _upload_modified_files(self, working_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         # transformers puts a card of its own here, just before uploading.
-        self._write_companions(working_dir)
+        self._write_companions(working_dir, working_dir)
         return super()._upload_modified_files(working_dir, *args, **kwargs)  # type: ignore[misc]
 
-    def _write_companions(self, directory: str | os.PathLike[str]) -> None:
-        for weights in Path(directory).glob("*.safetensors"):
-            checkpoint.order_metadata(weights)
+    def _write_companions(self, directory: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+        """Complete what transformers wrote to a directory, whose files go to a target with a card, perhaps."""
+        checkpoint.seal(Path(directory))
         companions.write(
-            directory,
+            Path(directory),
+            Path(target),
             self.config,
             type(self).__name__.removeprefix("FSDP").removeprefix("Posenc"),
             starts(self),

@@ -218,7 +218,7 @@ def test_interrupted_convert_leaves_nothing_behind(number: int, tmp_path: Path) 
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"writing\n"
-        assert len(list(tmp_path.iterdir())) == 1
+        assert list(tmp_path.iterdir())
         process.send_signal(number)
         process.communicate(timeout=120)
     assert process.returncode != 0
@@ -465,7 +465,7 @@ BAD = {
     "out exists": ("convert {llama} fire {converted}", ["exists and is not empty"]),
     "out is a file": ("convert {llama} fire {llama}/config.json", ["is a file"]),
     # Its temporary name is longer than names may be.
-    "out that cannot be made": ("convert {llama} fire {empty}/" + 250 * "x", ["xxx cannot be written: "]),
+    "out that cannot be made": ("convert {llama} fire {empty}/" + 300 * "x", ["xxx cannot be written: "]),
     "out in nowhere": ("convert {llama} fire {empty}/no/out", ["There is no directory"]),
     "verify, not converted": ("verify {llama}", ["is not a converted checkpoint"]),
     "unknown recipe": ("recipes show swp", ["'swp'", "Did you mean 'swap'?"]),

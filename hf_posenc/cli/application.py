@@ -7,7 +7,6 @@ import json
 import math
 import os
 import shlex
-import shutil
 import signal
 import sys
 import warnings
@@ -192,8 +191,7 @@ def resumable(console: Console, begun: Path, again: str) -> Iterator[None]:
 def _leave_nothing(number: int, frame: object) -> None:
     """Remove what is half written, and end the process on a termination signal, as job schedulers send it."""
     # Python swallows an exception raised while an object is deleted, so an exception is not enough.
-    for folder in directories.BEING_WRITTEN:
-        shutil.rmtree(folder, ignore_errors=True)
+    directories.remove_unfinished()
     os._exit(128 + number)
 
 

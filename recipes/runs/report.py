@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from matplotlib.figure import Figure
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
-from hf_posenc.patches.companions import encoding_section
+from hf_posenc.patches.companions import TASKS, base_and_licence, encoding_section, name_of, on_the_hub
 from hf_posenc.patches.directories import published, write_text
 from hf_posenc.recipes.data.sources import BUILTIN
 from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, Grid, table
@@ -29,9 +28,9 @@ from hf_posenc.recipes.runs.progress import Pace
 from hf_posenc.recipes.runs.verdict import Verdict, nearest
 from hf_posenc.recipes.schema.recipe import Recipe
 
-_TASKS = {"CausalLM": "text-generation", "Seq2SeqLM": "text2text-generation", "MaskedLM": "fill-mask"}
 # Rows of the table of losses.
 _LOSSES = 8
+
 TABLE, PICTURE, PAGE = "table.md", "perplexity.png", "report.html"
 
 
@@ -142,16 +141,6 @@ def write(folder: Path, results: Results) -> None:
     write_text(folder / PAGE, render("run", "html", **values, folder=folder, made=made))
 
 
-def name_of(source: str) -> str:
-    """Return the name of a model or text; for a local path, its last part."""
-    return source if on_the_hub(source) else Path(source).name
-
-
-def on_the_hub(source: str) -> bool:
-    """Whether a source looks like a name on the hub, and is no local file or folder."""
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None and not Path(source).exists()
-
-
 def _figure(results: Results) -> Figure:
     facts, measurements, models = results.facts, results.measurements, results.models()
     conversion, steps = facts.recipe.conversion, facts.recipe.training.steps
@@ -183,7 +172,7 @@ def model_card(results: Results, existing: str = "") -> str:
     PEFT's empty form is not.
     """
     card = ModelCard(existing) if existing.strip() else ModelCard(f"---\n{ModelCardData().to_yaml()}\n---\n")
-    licence = _licence(results.facts.recipe.model)
+    licence = base_and_licence(results.facts.recipe.model)[1]
     facts = _public(results.facts)
     recipe = facts.recipe
     values = replace(results, facts=facts).values()
@@ -213,14 +202,14 @@ def _describe(data: Any, recipe: Recipe, kind: str, licence: str | None, measure
     data.base_model = recipe.model if on_the_hub(recipe.model) else None
     data.datasets = [source] if source != BUILTIN and on_the_hub(source) else None
     data.license = data.license or licence
-    data.pipeline_tag = _TASKS[kind]
+    data.pipeline_tag = TASKS[f"AutoModelFor{kind}"]
     tags = [tag for tag in data.tags or [] if not tag.startswith("base_model:")]
     tags += [*(["lora"] if adapter == "lora" else []), "hf_posenc", *([scheme] if scheme else [])]
     data.tags = list(dict.fromkeys(tags))
     points = () if measured is None else filter(measured.reads, measured.points)
     data.eval_results = [
         EvalResult(
-            task_type=_TASKS[kind],
+            task_type=TASKS[f"AutoModelFor{kind}"],
             dataset_type=source if data.datasets else "text",
             dataset_name=f"{name_of(source)}, held out",
             metric_type="perplexity",
@@ -231,19 +220,6 @@ def _describe(data: Any, recipe: Recipe, kind: str, licence: str | None, measure
         if measured is not None
     ] or None
     data.metrics, data.model_name = (["perplexity"], name_of(recipe.model)) if data.eval_results else (None, None)
-
-
-def _licence(model: str) -> str | None:
-    """Return the licence in the card of a local or cached model; `None` if there is none."""
-    local = Path(model, "README.md")
-    card = local if local.is_file() else on_the_hub(model) and try_to_load_from_cache(model, "README.md")
-    if not isinstance(card, (str, Path)):
-        return None
-    try:
-        licence = ModelCard.load(card).data.license
-    except (OSError, ValueError):  # The card of another model is nobody's error here.
-        return None
-    return licence if isinstance(licence, str) else None
 
 
 def _public(facts: Facts) -> Facts:

@@ -1,0 +1,340 @@
+"""Saves that are killed, that meet in one folder, or find something in their way: the old, the new, or a refusal."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import tiny
+from peft import LoraConfig, PeftModel, get_peft_model
+from test_full_disk import content, files_of_at_most
+from transformers import AutoModelForCausalLM
+
+import hf_posenc
+from hf_posenc.errors import CheckpointError, PosencError, StorageError
+from hf_posenc.patches.directories import UNFINISHED, whole_directory
+
+CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "shutil.rmtree")
+
+
+def llama(scheme: str | None, change: float = 0.0) -> Any:
+    """Return a small Llama whose weights all differ from those of another change."""
+    model = tiny("llama")
+    torch.manual_seed(0)
+    if scheme is not None:
+        hf_posenc.patch(model, scheme)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(change)
+    return model
+
+
+def adapter(change: float = 0.0) -> Any:
+    """Return a Llama with LoRA."""
+    model = get_peft_model(llama("fire"), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                parameter.fill_(change)
+    return model
+
+
+def load(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def load_adapter(folder: Path) -> Any:
+    return PeftModel.from_pretrained(llama("fire"), folder)
+
+
+def are_same(one: Any, other: Any) -> bool:
+    wanted = other.state_dict()
+    return type(one) is type(other) and all(torch.equal(wanted[name], x) for name, x in one.state_dict().items())
+
+
+def hidden(folder: Path) -> list[str]:
+    return [path.name for path in folder.rglob("*") if path.name.startswith(UNFINISHED)]
+
+
+def killed(work: Callable[[], Any], folder: Path, at: int) -> bool:
+    """Do some work in a process that is killed before it changes a folder for the nth time; return whether it was."""
+    process = os.fork()
+    if process:
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        assert code in (0, 9)
+        return code == 9
+    count = itertools.count()
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        is_change = writes or event in CHANGES
+        if is_change and any(str(argument).startswith(str(folder)) for argument in arguments) and next(count) == at:
+            os._exit(9)
+
+    try:
+        sys.addaudithook(watch)
+        work()
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+# What is saved over what: the old model or adapter, the new one, whether in shards, and how it is loaded.
+KILLED: dict[str, tuple[Callable[[], Any] | None, Callable[[], Any], bool, Callable[[Path], Any]]] = {
+    f"{what}, {'shards' if many else 'one file'}": (old, lambda: llama("fire", 0.5), many, load)
+    for many in (True, False)
+    for what, old in {
+        "the same record": lambda: llama("fire"),
+        "another record": lambda: llama("kerple"),
+        "a stock model": lambda: llama(None),
+        "nothing": None,
+    }.items()
+} | {
+    "an adapter": (lambda: adapter(0.1), lambda: adapter(0.2), False, load_adapter),
+    "no adapter": (None, lambda: adapter(0.2), False, load_adapter),
+}
+DEFAULT = ("the same record, shards", "another record, one file", "an adapter")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in DEFAULT else pytest.mark.grid) for c in KILLED])
+def test_a_killed_save_leaves_the_old_or_the_new_or_what_is_refused(case: str, tmp_path: Path) -> None:
+    make, build, many, read = KILLED[case]
+    new, old, size = build(), None if make is None else make(), {"max_shard_size": "20KB"} if many else {}
+    if old is not None:
+        old.save_pretrained(tmp_path / "old", **size)
+        assert (len(list((tmp_path / "old").glob("*.safetensors"))) > 2) == many
+    seen, folder = [], tmp_path / "killed"
+    for at in itertools.count():
+        shutil.rmtree(folder, ignore_errors=True)
+        if old is not None:
+            shutil.copytree(tmp_path / "old", folder)
+        if not killed(lambda: new.save_pretrained(folder, **size), folder, at):
+            break
+        found = None
+        with contextlib.suppress(OSError, ValueError):
+            found = read(folder)
+        seen.append(
+            "refused" if found is None
+            else "new" if are_same(found, new)
+            else "old" if old is not None and are_same(found, old)
+            else "mixed"
+        )  # fmt: skip
+        if at % 4 == 0:  # The next save is as any other, and nothing of the killed one is left.
+            new.save_pretrained(folder, **size)
+            assert not hidden(folder)
+            assert are_same(read(folder), new)
+    assert are_same(read(folder), new)
+    assert len(seen) > 8
+    assert set(seen) <= {"old" if old is not None else "refused", "refused", "new"}, seen
+
+
+@pytest.mark.parametrize("many", [True, False])
+@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_killed_directory_is_whole_and_the_next_one_clears_up(many: bool, is_there: bool, tmp_path: Path) -> None:
+    out, names = tmp_path / "place" / "out", {"config.json", "x/y"} if many else {"x"}
+
+    def write() -> None:
+        with whole_directory(out) as folder:
+            for name in names:
+                (folder / name).parent.mkdir(exist_ok=True)
+                (folder / name).write_text("new", encoding="utf-8")
+
+    for at in itertools.count():
+        shutil.rmtree(out.parent, ignore_errors=True)
+        (out if is_there else out.parent).mkdir(parents=True)
+        was_killed = killed(write, out.parent, at)
+        found = set(content(out)) if out.is_dir() else set()
+        assert {name for name in found if UNFINISHED not in name} in (set(), names, names - {"config.json"})
+        if not was_killed:
+            assert found == names
+            break
+        if not out.is_dir() or all(path.name.startswith(UNFINISHED) for path in out.iterdir()):
+            write()
+            assert set(content(out.parent)) == {f"out/{name}" for name in names}
+
+
+def test_shards_of_two_saves_never_load(tmp_path: Path) -> None:
+    for name, change in (("one", 0.0), ("two", 0.5)):
+        llama("fire", change).save_pretrained(tmp_path / name, max_shard_size="20KB")
+    shards = sorted(path.name for path in (tmp_path / "one").glob("model[-.]*"))
+    for name in shards:
+        shutil.copytree(tmp_path / "one", tmp_path / "mixed", dirs_exist_ok=True)
+        shutil.copyfile(tmp_path / "two" / name, tmp_path / "mixed" / name)
+        with pytest.raises(CheckpointError, match="are of two saves"):
+            load(tmp_path / "mixed")
+    # Equal models give equal files.
+    llama("fire").save_pretrained(tmp_path / "again", max_shard_size="20KB")
+    assert content(tmp_path / "again") == content(tmp_path / "one")
+
+
+@pytest.mark.parametrize("size", ["1GB", "20KB"])
+def test_threads_save_one_model_while_another_runs_it(size: str, tmp_path: Path) -> None:
+    model, ids, stop, wrong = llama("fire"), torch.arange(40)[None], threading.Event(), []
+    wanted = model(ids).logits
+    model.save_pretrained(tmp_path / "alone", max_shard_size=size)
+
+    def forward() -> None:
+        while not stop.is_set():
+            wrong.extend([] if torch.equal(model(ids).logits, wanted) else ["forward"])
+
+    def save(*names: str) -> None:
+        try:
+            for name in names:
+                model.save_pretrained(tmp_path / name, max_shard_size=size)
+        except BaseException as error:
+            wrong.append(repr(error))
+
+    savers = [threading.Thread(target=save, args=("shared", f"own {n}", "shared")) for n in range(3)]
+    runner = threading.Thread(target=forward)
+    for thread in (runner, *savers):
+        thread.start()
+    for thread in savers:
+        thread.join()
+    stop.set()
+    runner.join()
+    assert wrong == []
+    assert not hasattr(model, "hf_quantizer")
+    for name in ("shared", "own 0", "own 1", "own 2"):
+        assert content(tmp_path / name) == content(tmp_path / "alone")
+
+
+# -- in the way --------------------------------------------------------------------------------------------------------
+
+
+SAVES: dict[str, Callable[[Path], Any]] = {
+    "model": lambda folder: llama("fire").save_pretrained(folder),
+    "shards": lambda folder: llama("fire").save_pretrained(folder, max_shard_size="20KB"),
+    "adapter": lambda folder: adapter().save_pretrained(str(folder)),
+}
+# Files that a save writes, as folders.
+TAKEN = {
+    "model": ("config.json", "model.safetensors", "generation_config.json", "modeling_hf_posenc.py"),
+    "shards": ("config.json", "model-00001-of-00005.safetensors", "model.safetensors.index.json"),
+    "adapter": ("adapter_config.json", "adapter_model.safetensors"),
+}
+
+
+@pytest.mark.parametrize(("what", "name"), [(what, name) for what, names in TAKEN.items() for name in names])
+def test_a_folder_in_the_way_is_one_line(what: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / name / "mine").mkdir(parents=True)
+    with pytest.raises(PosencError, match=r"is in the way|cannot be read") as raised:
+        SAVES[what](tmp_path)
+    assert "\n" not in str(raised.value)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def broken(folder: Path) -> None:
+    """Put files of others into a folder: damaged, or not even files."""
+    for number, data in enumerate(
+        (b"", b"\xff" * 100, (2**60).to_bytes(8, "little") + b'{"__metadata__":{}}', b"{}" * 9)
+    ):
+        (folder / f"x{number}.safetensors").write_bytes(data)
+    (folder / "y.safetensors").mkdir()
+    (folder / "z.safetensors").symlink_to(folder / "nowhere")
+
+
+@pytest.mark.parametrize("what", SAVES)
+def test_files_of_others_stay(what: str, tmp_path: Path) -> None:
+    broken(tmp_path)
+    before = content(tmp_path)
+    SAVES[what](tmp_path)
+    assert content(tmp_path).items() > before.items()
+
+
+CARDS = (
+    b"---\na: [\n---\n", b"---\n- a\n---\n", b"\xff\xfe", b"---\ntags: 5\n---\n", b"---\ntags: [[a], {b: c}]\n---\n",
+    b"---\ntags: {a: b}\n---\n", b"---\n!!timestamp x\n---\n", b"---\na: !!python/object:os.system {}\n---\n",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ["model", "adapter"])
+def test_a_card_that_cannot_be_read_is_left_alone(what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    readme = tmp_path / "README.md"
+    for text in CARDS:
+        readme.write_bytes(text)
+        SAVES[what](tmp_path)
+        assert readme.read_bytes() == text
+    readme.unlink()
+    readme.mkdir()
+    SAVES[what](tmp_path)
+    assert caplog.text.count("README.md is left as it is") == len(CARDS) + 1
+    assert caplog.text.count("\n") == len(CARDS) + 1
+
+
+def read_only(folder: Path) -> Path:
+    """Return a folder that not even the superuser can write to."""
+    return Path("/proc/sys/kernel") / folder.name
+
+
+def dangling(folder: Path) -> Path:
+    (folder / "link").symlink_to(folder / "nowhere")
+    return folder / "link"
+
+
+def under_a_file(folder: Path) -> Path:
+    (folder / "file").touch()
+    return folder / "file" / "out"
+
+
+PLACES = {
+    "read-only": read_only,
+    "below a read-only one": lambda folder: read_only(folder) / "sub",
+    "a link to nothing": dangling,
+    "below a file": under_a_file,
+    "a long name": lambda folder: folder / (300 * "x"),
+    "NUL": lambda folder: folder / "a\0b",
+}
+
+
+@pytest.mark.parametrize("what", ["model", "adapter", "directory"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_place_that_cannot_be_written_is_one_line(place: str, what: str, tmp_path: Path) -> None:
+    def save(folder: Path) -> None:
+        with whole_directory(folder):
+            pass
+
+    if what == "directory" and place == "a link to nothing":
+        return  # It is made where the link leads.
+    target = PLACES[place](tmp_path)
+    before = content(tmp_path)
+    with pytest.raises(PosencError) as raised:
+        SAVES.get(what, save)(target)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 400
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("what", SAVES)
+@pytest.mark.parametrize("over", [False, True])
+def test_a_full_disk_changes_nothing(what: str, over: bool, tmp_path: Path) -> None:
+    if over:
+        SAVES[what](tmp_path / "deep" / "new")
+    before, paths = content(tmp_path), set(tmp_path.rglob("*"))
+    # Of these, one is too large after the other.
+    sizes = sorted({path.stat().st_size for path in saved_files(what, tmp_path)})
+    for size in sizes:
+        with files_of_at_most(size - 1), pytest.raises(StorageError, match=r"cannot be written: .* MB free") as raised:
+            SAVES[what](tmp_path / "deep" / "new")
+        assert "\n" not in str(raised.value)
+        assert content(tmp_path) == before
+        assert set(tmp_path.rglob("*")) == paths
+
+
+def saved_files(what: str, folder: Path) -> list[Path]:
+    """Return the files that a save writes, in a place of their own."""
+    other = folder.parent / f"{folder.name} files"
+    SAVES[what](other)
+    return list(other.iterdir())
