@@ -210,7 +210,7 @@ def _described(text: str, facts: Mapping[str, str | None], tags: Sequence[str]) 
         written = yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True)
     if found is None:
         return f"---\n{written}---\n{text}"
-    return text[: found.start("data")] + written.removesuffix(end) + text[found.end("data") :]
+    return text[: found.start("data")] + (written.removesuffix(end) if given else written) + text[found.end("data") :]
 
 
 def _with_tags(written: str, more: Sequence[str], end: str) -> str:

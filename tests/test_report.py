@@ -187,7 +187,7 @@ def test_card_of_an_adapter(tmp_path: Path) -> None:
     assert card.data.library_name == "peft"
     assert card.data.base_model is None
     assert {"hf_posenc", "fire", "lora"} <= set(card.data.tags or [])
-    assert "/home/me" in existing
+    assert "/home/me" not in existing
     assert "/home/me" not in text
     assert "More Information Needed" not in text
     assert 'base = AutoModelForCausalLM.from_pretrained("path/of/tiny-llama")' in text

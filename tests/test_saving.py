@@ -14,13 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from models import tiny
 from peft import LoraConfig, PeftModel, get_peft_model
 from test_full_disk import content, files_of_at_most
 from transformers import AutoModelForCausalLM
 
 import hf_posenc
+from hf_posenc import cli
 from hf_posenc.errors import CheckpointError, PosencError, StorageError
+from hf_posenc.patches import companions
 from hf_posenc.patches.directories import UNFINISHED, whole_directory
 
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "shutil.rmtree")
@@ -338,3 +341,103 @@ def saved_files(what: str, folder: Path) -> list[Path]:
     other = folder.parent / f"{folder.name} files"
     SAVES[what](other)
     return list(other.iterdir())
+
+
+# -- cards -------------------------------------------------------------------------------------------------------------
+
+
+MINE = "# Mine\n\nText ünïcode.\n\n---\n\nA rule above.\n"
+METADATA = (
+    "",
+    "---\nlicense: mit  # mine\ntags:\n- mine  # a comment\n- fire\n# more\nlanguage: [en]\n---\n\n",
+    "---\ntags: [mine]\nlicense: mit\n---\n",
+    "---\n  license: mit\n  tags:\n    - mine\n---\n",
+    "---\n{license: mit, tags: mine}\n---\n",
+    "---\ntags:\nlicense: mit\n---\n",
+    "---\n---\n",
+)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("metadata", METADATA)
+def test_a_card_keeps_all_that_the_user_wrote(metadata: str, end: str) -> None:
+    model = llama("fire")
+
+    def renewed(text: str) -> str:
+        return companions.card(text, model.config, "LlamaForCausalLM", {})
+
+    given = (metadata + MINE).replace("\n", end)
+    once = renewed(given)
+    assert renewed(once) == once
+    assert MINE.replace("\n", end).rstrip() in once
+    data, before = ModelCard(once).data.to_dict(), ModelCard(given).data.to_dict()
+    assert {"hf_posenc", "fire"} <= set(data["tags"])
+    assert (data["pipeline_tag"], data["library_name"]) == ("text-generation", "transformers")
+    assert {key: data[key] for key in before if key != "tags" and before[key]} == {
+        key: value for key, value in before.items() if key != "tags" and value
+    }
+    if metadata:
+        assert ("mine" in data["tags"]) == ("mine" in str(before.get("tags")))
+    assert all(part in once for part in ("# mine", "# a comment", "# more") if part in metadata)
+    # Between two sections, around them, and after a beginning without an end, all text stays.
+    section = companions.encoding_section(once)
+    parts = [f"{n} of mine." for n in range(4)]
+    joined = f"{parts[0]}\n{section}\n{parts[1]}\n{section}\n{parts[2]}\n{section.splitlines()[0]}\n{parts[3]}\n"
+    twice = renewed(joined)
+    assert all(part in twice for part in parts)
+    assert twice.count("## Positional encoding") == 1
+    assert renewed(twice) == twice
+
+
+def converted_card(base: Path, out: Path) -> None:
+    assert cli.app(["convert", str(base), "alibi", str(out)], standalone_mode=False) is None
+
+
+def saved_card(base: Path, out: Path) -> None:
+    hf_posenc.patch(load(base), "alibi").save_pretrained(out)
+
+
+def resaved_card(base: Path, out: Path) -> None:
+    saved_card(base, base.parent / "middle")
+    load(base.parent / "middle").save_pretrained(out)
+
+
+def adapter_card(base: Path, out: Path) -> None:
+    model = hf_posenc.patch(load(base), "alibi")
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")).save_pretrained(str(out))
+
+
+WAYS = {"convert": converted_card, "save": saved_card, "load and save": resaved_card, "adapter": adapter_card}
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_card_names_base_licence_and_task_and_no_local_path(way: str, known: bool, tmp_path: Path) -> None:
+    base = tmp_path / "private" / "base"
+    llama(None).save_pretrained(base)
+    if known:
+        card = "---\nlicense: apache-2.0\nbase_model: org/base\n---\n# Base\n"
+        (base / "README.md").write_text(card, encoding="utf-8")
+    WAYS[way](base, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert not any(part in card for part in ("private", str(tmp_path), "unsaved", str(Path.home())))
+    data = ModelCard(card).data
+    assert (data.base_model, data.license) == (("org/base", "apache-2.0") if known else (None, None))
+    assert data.pipeline_tag == "text-generation"
+    assert "hf_posenc" in (data.tags or [])
+
+
+def test_names_of_bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "me" / "local").mkdir(parents=True)
+    cached = "/home/me/.cache/huggingface/hub/models--org--name/snapshots/0a1b/"
+    names = {"org/name": "org/name", cached: "org/name", "me/local": None, "/home/me/x": None, "./x/y": None, "": None}
+    assert {name: companions.base_and_licence(name)[0] for name in names} == names
+
+
+def test_tags_of_an_adapter_stay(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("---\ntags: [mine]\n---\n\nText.\n", encoding="utf-8")
+    adapter().save_pretrained(str(tmp_path))
+    card = ModelCard.load(tmp_path / "README.md")
+    assert {"mine", "lora", "hf_posenc"} <= set(card.data.tags or [])
+    assert "Text." in card.text
