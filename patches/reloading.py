@@ -36,14 +36,25 @@ READERS = {
 DIGEST = "hf_posenc_record"
 
 
-def digest(posenc: Mapping[str, Any] | None) -> str | None:
-    """Return the digest of what a record says of schemes; strengths are left to callbacks, which set them again."""
-    return record.digest({"groups": posenc["groups"]}) if posenc else None
+def digest(config: Any) -> str:
+    """Return the digest of what a config, or its JSON, says of schemes, in composites of those of all parts.
+
+    Strengths are left to callbacks, which set them again.
+    """
+    return " ".join(sorted(record.digest({"groups": posenc["groups"]}) for posenc in _records(config)))
+
+
+def _records(config: Any) -> list[Any]:
+    """Return the records in a config or its JSON: its own, or those of the parts of a composite."""
+    if isinstance(config, Mapping):
+        inside = [found for value in config.values() if isinstance(value, Mapping) for found in _records(value)]
+        return [config["posenc"]] if config.get("posenc") else inside
+    return [config.posenc] if getattr(config, "posenc", None) else [each.posenc for each in record.converted(config)]
 
 
 def check_metadata(config: Any, metadata: Mapping[str, Any]) -> None:
     """Raise `CheckpointError` if a state dict is that of a model with another record."""
-    if metadata.get(DIGEST, digest(config.posenc)) != digest(config.posenc):
+    if metadata.get(DIGEST, digest(config)) != digest(config):
         raise CheckpointError(_message("The state dict", config))
 
 
@@ -58,8 +69,7 @@ def check_folder(config: Any, name: str = CONFIG_NAME) -> Path | None:
     if folder is None or not (folder / name).is_file():
         return None
     with reading(str(folder / name), advice=DAMAGED):
-        found = json.loads((folder / name).read_text(encoding="utf-8")).get("posenc")
-        same = digest(found) == digest(config.posenc)
+        same = digest(json.loads((folder / name).read_text(encoding="utf-8"))) == digest(config)
     if not same:
         raise CheckpointError(_message(str(folder), config))
     return folder
@@ -78,7 +88,7 @@ def _being_read() -> Path | None:
 
 
 def _message(what: str, config: Any) -> str:
-    names = ", ".join(repr(group["scheme"]) for group in config.posenc["groups"])
+    names = ", ".join(repr(group["scheme"]) for posenc in _records(config) for group in posenc["groups"])
     return (
         f"{what} is that of a model with other schemes, options or layers than this one, which has {names}. Patch the "
         "model as that one was, or load the checkpoint with from_pretrained."
