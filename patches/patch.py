@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# A selection of layers: indices, a slice, "every:N" (the last of each N), or a predicate on the index.
+# A selection of layers: indices, a slice, "0,2,5", "0:8", "every:N" (the last of each N), or a predicate on the index.
 Layers = Sequence[int] | slice | str | Callable[[int], bool] | None
 # A selection of stacks, by name.
 Stacks = str | Sequence[str] | None
@@ -70,8 +70,8 @@ def patch(
         scheme: Name of a scheme, see `hf_posenc.schemes()`.
         native: `"remove"` the model's own encoding, or `"keep"` it under the new scheme; in the latter case options
             that make the start exact are chosen unless given (`describe` names them).
-        layers: Layers of each stack: indices (negative from the end), a slice, `"every:N"` for layers N-1, 2N-1,
-            ..., or a predicate on the index. `None` is all.
+        layers: Layers of each stack: indices (negative from the end; also `"0,2,5"`), a slice (also `"0:8"`),
+            `"every:N"` for layers N-1, 2N-1, ..., or a predicate on the index. `None` is all.
         stacks: `"encoder"`, `"decoder"` or both, for models with two stacks. `None` is all.
         **options: The scheme's options, see `hf_posenc.describe(scheme)`; and for every scheme `window`, the distance
             from which keys are hidden in the chosen layers.
@@ -387,22 +387,31 @@ def choose_layers(layers: Layers, count: int) -> tuple[int, ...]:
     """Turn a selector into sorted layer indices, or raise `LayerSelectionError`."""
     everything = range(count)
     malformed = LayerSelectionError(
-        f"layers={shown(layers)}: expected a list of indices, a slice, 'every:N' or a function of the index."
+        f"layers={shown(layers)}: expected indices ('0,2,5' or a list), a slice ('0:8'), 'every:N', or a function of the "
+        "index."
     )
+    if isinstance(layers, str) and not layers.startswith("every:"):
+        layers = _parsed(layers, malformed)
     if layers is None:
         chosen: Iterable[int] = everything
     elif isinstance(layers, slice):
         try:
             chosen = everything[layers]
+            beyond = [end for end in (layers.start, layers.stop) if end is not None and not -count <= end <= count]
         except (TypeError, ValueError):
             raise malformed from None
+        if beyond:
+            raise LayerSelectionError(f"layers={layers!r}: {beyond[0]} is out of range; the stack has {count} layers.")
     elif isinstance(layers, str):
         kind, _, step = layers.partition(":")
         if kind != "every" or not step.isdecimal() or int(step) < 1:
             raise malformed
         chosen = everything[int(step) - 1 :: int(step)]
     elif callable(layers):
-        chosen = [index for index in everything if layers(index)]
+        try:
+            chosen = [index for index in everything if bool(layers(index))]
+        except Exception as error:  # of any kind: the function is the user's
+            raise LayerSelectionError(f"layers={layers!r} raised {type(error).__name__}: {error}. Mend it.") from error
     elif isinstance(layers, Iterable) and getattr(layers, "ndim", 1) == 1:
         chosen = [_index(layers, name, count) for name in layers]
         if len(set(chosen)) < len(chosen):
@@ -412,6 +421,16 @@ def choose_layers(layers: Layers, count: int) -> tuple[int, ...]:
     if not list(chosen):
         raise LayerSelectionError(f"layers={shown(layers)} matches none of the {count} layers.")
     return tuple(sorted(chosen))
+
+
+def _parsed(layers: str, malformed: LayerSelectionError) -> Layers:
+    """Return the selection that `"0,2,5"` or `"0:8"` is short for."""
+    try:
+        if ":" in layers:
+            return slice(*(int(part) if part.strip() else None for part in layers.split(":")))
+        return [int(part) for part in layers.split(",")]
+    except (TypeError, ValueError):
+        raise malformed from None
 
 
 def _index(layers: object, name: Any, count: int) -> int:

@@ -454,7 +454,7 @@ BAD = {
     "option of patch": ("plan {llama} fire -o native=keep", ["fire has no option 'native'"]),
     "option without value": ("plan {llama} fire -o width", ["NAME=VALUE"]),
     "option twice": ("plan {llama} fire -o width=3 -o width=4", ["width is given twice"]),
-    "layers": ("plan {llama} fire --layers first", ["--layers 'first'", "every:4"]),
+    "layers": ("plan {llama} fire --layers first", ["--layers first", "every:N"]),
     "layers out of range": ("plan {llama} fire --layers 9", ["layers 0 to 3"]),
     "missing directory": ("plan {empty}/nowhere fire", ["There is no directory", "nowhere"]),
     "no config": ("plan {empty} fire", ["no config.json"]),

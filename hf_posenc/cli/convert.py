@@ -12,11 +12,11 @@ from typer import Argument, Option
 
 from hf_posenc.cli.application import AsJson, app, print_json, print_table, quiet, say_wrote, show, words
 from hf_posenc.cli.checkpoints import copy_companions, load_converted, load_model, say_how_to_load
-from hf_posenc.errors import LayerSelectionError, OptionError
+from hf_posenc.errors import OptionError
 from hf_posenc.patches.directories import whole_directory
 
 if TYPE_CHECKING:
-    from hf_posenc.patches.patch import Layers
+    pass
 
 Model = Annotated[str, Argument(metavar="MODEL", help='A directory, a name on the hub, or "tiny-llama" (built in).')]
 Out = Annotated[Path, Argument(metavar="OUT", help="Folder to write; must not exist.")]
@@ -251,26 +251,12 @@ def demo(
 # -- parsing of options ------------------------------------------------------------------------------------------------
 
 
-def _layers(text: str | None) -> Layers:
-    """Return the layers selected by `"0,2,5"`, `"0:8"` or `"every:4"`."""
-    if text is None or text.startswith("every:"):
-        return text
-    try:
-        if ":" in text:
-            return slice(*(int(part) if part else None for part in text.split(":")))
-        return [int(part) for part in text.split(",")]
-    except (TypeError, ValueError):
-        raise LayerSelectionError(
-            f"--layers {text!r}: expected indices like '0,2,5', a slice like '0:8', or 'every:4'."
-        ) from None
-
-
 def _selection(
     scheme: str, native: str, layers: str | None, stacks: str | None, option: list[str] | None
 ) -> dict[str, Any]:
     """Return the keywords of `patch` that the options of a command give."""
     chosen = None if stacks is None else list(words("--stacks", stacks, str))
-    return {**_scheme_options(scheme, option), "native": native, "layers": _layers(layers), "stacks": chosen}
+    return {**_scheme_options(scheme, option), "native": native, "layers": layers, "stacks": chosen}
 
 
 def _scheme_options(scheme: str, pairs: list[str] | None) -> dict[str, Any]:
