@@ -364,7 +364,7 @@ def test_a_card_keeps_all_that_the_user_wrote(metadata: str, end: str) -> None:
     model = llama("fire")
 
     def renewed(text: str) -> str:
-        return companions.card(text, model.config, "LlamaForCausalLM", {})
+        return companions.card(text, model.config, "LlamaForCausalLM", [""])
 
     given = (metadata + MINE).replace("\n", end)
     once = renewed(given)
