@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import itertools
 import json
 import re
@@ -99,9 +100,11 @@ class PosencConfig(OwnConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         for name in ("auto_map", "model_type"):
             kwargs.pop(name, None)  # the class has them, and `unpatch` changes the class
-        if isinstance(self.posenc, dict) and "digest" in self.posenc:
+        self._refuse_shadows(kwargs)
+        # A record in a file has both, one in memory neither.
+        if isinstance(self.posenc, dict) and not {"digest", "locked"}.isdisjoint(self.posenc):
             self.posenc = dict(self.posenc)
-            if self.posenc.pop("digest") != record.digest(self.posenc):
+            if self.posenc.pop("digest", None) != record.digest(self.posenc):
                 raise CheckpointError(
                     "The entry 'posenc' of config.json was changed after it was written. Restore config.json from the "
                     "original checkpoint, or convert the model again."
@@ -113,6 +116,11 @@ class PosencConfig(OwnConfig):
         if self.posenc and "locked" in self.posenc:
             self.posenc = dict(self.posenc)
             self.posenc_locked = self.posenc.pop("locked")
+            if type(self.posenc_locked) is not type(refused):
+                raise CheckpointError(
+                    f"config.json has posenc.locked={self.posenc_locked!r:.60}, the true value of {field}, expected a "
+                    f"{type(refused).__name__}. Restore config.json from the original checkpoint."
+                )
             if found not in (refused, self.posenc_locked, None):
                 raise CheckpointError(
                     f"config.json of a converted model has {field}={found!r}, expected {refused!r}: the true value is "
@@ -126,11 +134,27 @@ class PosencConfig(OwnConfig):
         if "posenc_locked" in vars(self):
             kwargs.pop(field, None)
             setattr(self, field, copy.deepcopy(self.posenc_locked))
-        super().__post_init__(**kwargs)  # type: ignore[misc]
-        # The decorator of stock configs does this for their own class alone.
-        self.validate()  # type: ignore[attr-defined]
+        try:
+            super().__post_init__(**kwargs)  # type: ignore[misc]
+            # The decorator of stock configs does this for their own class alone.
+            self.validate()  # type: ignore[attr-defined]
+        except (AttributeError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"config.json is damaged: {type(self).__name__} cannot be made from it ({type(error).__name__}: "
+                f"{str(error)[:200]}). Restore it from the original checkpoint."
+            ) from error
         if self.posenc:
             _tell_config_around(self)
+
+    def _refuse_shadows(self, given: Iterable[str]) -> None:
+        """Raise for keys of config.json that would take the place of what the class itself has."""
+        for name in given:
+            own = inspect.getattr_static(type(self), name, property(fset=lambda *_: None))
+            if name.startswith("posenc_") or not (isinstance(own, property) and own.fset):
+                raise CheckpointError(
+                    f"config.json has the key {name!r:.60}, which is no field of a {type(self).__name__}. Restore it "
+                    "from the original checkpoint."
+                )
 
     def built(self, model: Any) -> None:
         twin = None if BUILDING.get() or not self.posenc else of_config(self).twins.get(type(model))
@@ -295,8 +319,8 @@ def read_header(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         return dict(file.metadata() or {}), tensors
 
 
-def _read_headers(files: Iterable[str], config: Any) -> dict[str, Tensor]:
-    """Return all tensors in the weight files of a converted checkpoint by name."""
+def _read_headers(files: Iterable[str], config: Any) -> tuple[dict[str, Tensor], list[str]]:
+    """Return all tensors in the weight files of a converted checkpoint by name, and the files that name no record."""
     found: dict[str, Tensor] = {}
     stamps: dict[str, str | None] = {}
     saves: dict[str, str | None] = {}
@@ -311,17 +335,16 @@ def _read_headers(files: Iterable[str], config: Any) -> dict[str, Tensor]:
             metadata, tensors = read_header(path)
         stamps[path], saves[path] = metadata.get(DIGEST), metadata.get(SAVE)
         found |= tensors
-    # Checkpoints of earlier releases have no digest, and tools that rewrite weights drop it from all files.
-    known = digests(config) if any(stamps.values()) else [None]
+    known = digests(config)
     for path, stamp in stamps.items():
-        if stamp not in known:
+        if stamp is not None and stamp not in known:
             raise CheckpointError(
                 f"{path} was saved with another record of the scheme than the entry 'posenc' of config.json is: one of "
                 "both was changed or replaced after saving. Restore config.json and the weights from the original "
                 "checkpoint, or convert the model again."
             )
     _check_save(saves)
-    return found
+    return found, [path for path, stamp in stamps.items() if stamp is None]
 
 
 def _check_save(saves: dict[str, str | None]) -> None:
@@ -360,7 +383,7 @@ def check_stored(model: Any, state_dict: Any, files: Sequence[str] | None, load_
         index = weights.with_name(f"model.safetensors.index{of}.json")
         if of is not None and "-of-" not in weights.name and index.is_file():
             _refuse_two(weights, index)
-    stored = _read_headers(files, model.config) if files else state_dict
+    stored, unbound = _read_headers(files, model.config) if files else (state_dict, [])
     wanted = model.state_dict(keep_vars=True)
     targets = {name: _target(name, model, wanted, mapping) for name in stored}
     found = {target: stored[name] for name, (target, _) in targets.items()}
@@ -393,6 +416,12 @@ def check_stored(model: Any, state_dict: Any, files: Sequence[str] | None, load_
         # Quantised and merged tensors have names and shapes of their own.
         lists = [[name for name in names if is_of_scheme(name)] for names in lists]
     check_complete(f"checkpoint {source}", *lists, accepts_misshapen=load_config.ignore_mismatched_sizes)
+    if unbound:
+        raise CheckpointError(
+            f"{unbound[0]} does not say to which record of the scheme it belongs: a tool that does not know of "
+            "hf_posenc wrote it. Restore the weights from the original checkpoint, or save the model again with "
+            "save_pretrained."
+        )
 
 
 def variant(name: str) -> str | None:

@@ -127,9 +127,9 @@ class PosencCompositeConfig(OwnConfig):
     def built(self, model: Any) -> None:
         if is_patched(model) or not record.converted(self):
             return
-        reader = sys._getframe(1)
+        reader: Any = sys._getframe(1)
         while reader is not None:  # a loader of the stock class would not check the weights
-            if reader.f_code is PreTrainedModel.from_pretrained.__func__.__code__:  # type: ignore[attr-defined]
+            if reader.f_code is PreTrainedModel.from_pretrained.__func__.__code__:
                 kind = reader.f_locals["cls"]
                 if not issubclass(kind, PosencModel):
                     raise CheckpointError(
@@ -137,7 +137,7 @@ class PosencCompositeConfig(OwnConfig):
                         f"would not check it. Use an Auto class or Posenc{kind.__name__}."
                     )
                 break
-            reader = reader.f_back  # type: ignore[assignment]
+            reader = reader.f_back
         swap_class(model, model_twin(type(model)))
 
     def to_json_string(self, use_diff: bool = True) -> str:
@@ -224,11 +224,12 @@ def _public(stock: Any) -> Any:
 
 def __getattr__(name: str) -> Any:
     # Pickle, the stub and `config.architectures` have these classes by name.
-    stock = getattr(transformers, name.removeprefix("Posenc"), None) if name.startswith("Posenc") else None
-    if isinstance(stock, type) and issubclass(stock, PreTrainedConfig) and stock.sub_configs:
-        return config_twin(stock)
-    if isinstance(stock, type) and issubclass(stock, PreTrainedModel) and getattr(stock.config_class, "sub_configs", 0):
-        return model_twin(stock)
+    stock: Any = getattr(transformers, name.removeprefix("Posenc"), None) if name.startswith("Posenc") else None
+    is_config = isinstance(stock, type) and issubclass(stock, PreTrainedConfig)
+    is_model = isinstance(stock, type) and issubclass(stock, PreTrainedModel)
+    config: Any = stock if is_config else stock.config_class if is_model else None
+    if getattr(config, "sub_configs", None):
+        return config_twin(stock) if is_config else model_twin(stock)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -283,8 +284,7 @@ def enclose(outer: nn.Module) -> None:
                 surgery.swap(architecture, module)
                 continue
             swap_class(module, model_twin(type(module)))
-            if not is_patched(module.config):
-                swap_class(module.config, config_twin(type(module.config)))
+            _enclose_config(module.config)
 
 
 def release(outers: Iterable[Any]) -> None:
@@ -308,8 +308,9 @@ def outers_of(part: nn.Module, model: nn.Module) -> list[Any]:
 
 
 def _enclose_config(config: Any) -> None:
+    kind: Any = type(config)
     if not is_patched(config):
-        swap_class(config, config_twin(type(config)))
+        swap_class(config, config_twin(kind))
 
 
 checkpoint.ENCLOSE.append(_enclose_config)

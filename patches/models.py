@@ -59,7 +59,7 @@ class PosencModel:
         self.attach_recorded()
         # Schemes lose their meaning in half precision; transformers keeps modules of these names in float32. Quantizers
         # ask the other list which modules to leave alone, and both lists may hold no name twice.
-        parts = {part for name in self.state_dict() for part in name.split(".")}  # type: ignore[attr-defined]
+        parts = {part for name in self.state_dict() for part in name.split(".")}
         own = parts & {surgery.OWN, surgery.SHARED}
         self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), *own}
         self._keep_in_fp32_modules = {*(self._keep_in_fp32_modules or ()), *(rf"(?:.*\.)?{name}" for name in own)}
@@ -75,7 +75,7 @@ class PosencModel:
         Raises:
             CheckpointError: Some are of another scheme; `strict=False`, as in `Trainer`, would drop them.
         """
-        known = set(self.state_dict())  # type: ignore[attr-defined]
+        known = set(self.state_dict())
         foreign = [name for name in state_dict if surgery.is_of_scheme(name) and name not in known]
         remedy = "Patch the model with the scheme that they are of, and the same options"
         checkpoint.check_complete("state dict", (), foreign, remedy=remedy)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import re
 import shutil
 from collections.abc import Callable
+from inspect import getattr_static
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +47,14 @@ def edit_config(folder: Path, change: Callable[[Any], object]) -> None:
     path = folder / "config.json"
     data = json.loads(path.read_text(encoding="utf-8"))
     change(data)
-    # As if there were no digest in the config, which every edit would be noticed by.
+    # As if the digest did not notice every edit.
     if isinstance(data.get("posenc"), dict):
-        data["posenc"].pop("digest", None)
+        data["posenc"]["digest"] = digest_of(data["posenc"])
     path.write_text(json.dumps(data), encoding="utf-8")
 
 
 def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], *, bound: bool = True) -> None:
-    """Change the tensors of a file; without `bound` it is as a release before the digest wrote it."""
+    """Change the tensors of a file; without `bound` it names no record."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     change(tensors)
@@ -134,10 +136,14 @@ def test_each_save_replaces_its_own_weights_only(tmp_path: Path) -> None:
         assert same(load(place, variant="fp16", **options), half)
 
 
-def test_checkpoints_without_a_digest_load_as_ever(tmp_path: Path) -> None:
-    model = saved(tmp_path)
-    edit_weights(tmp_path, lambda tensors: None, bound=False)
-    assert same(AutoModelForCausalLM.from_pretrained(tmp_path), model)
+@pytest.mark.parametrize("shards", [{}, {"max_shard_size": "20KB"}])
+@pytest.mark.parametrize("name", KINDS)
+def test_weights_without_the_digest_of_a_record_are_refused(name: str, shards: dict[str, str], tmp_path: Path) -> None:
+    converted(name, "alibi").save_pretrained(tmp_path, **shards)
+    file = sorted(tmp_path.glob("*.safetensors"))[-1]
+    save_file(load_file(file), file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match="does not say to which record of the scheme it belongs"):
+        auto(name).from_pretrained(tmp_path)
 
 
 def test_the_digest_follows_the_strengths_and_the_config_in_memory(tmp_path: Path) -> None:
@@ -234,7 +240,8 @@ def test_no_edit_of_the_record_loads_as_another_function(name: str, tmp_path: Pa
             (tmp_path / "config.json").write_text(json.dumps({**data, "posenc": bound}), encoding="utf-8")
             with pytest.raises(CheckpointError):
                 AutoConfig.from_pretrained(tmp_path)
-        (tmp_path / "config.json").write_text(json.dumps({**data, "posenc": record}), encoding="utf-8")
+        bound = {**record, "digest": digest_of(record)} if isinstance(record, dict) else record
+        (tmp_path / "config.json").write_text(json.dumps({**data, "posenc": bound}), encoding="utf-8")
         try:
             loaded = load(tmp_path)
         except hf_posenc.PosencError:
@@ -311,7 +318,7 @@ def test_weights_of_another_shape_are_refused_unless_accepted(tmp_path: Path) ->
         AutoModelForCausalLM.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
 
 
-# What a config could ask for, also that of an earlier release, which no digest guards, and what the error names.
+# What a config could ask for, and what the error names.
 HUNGRY: list[tuple[str, Callable[[Any], object], str]] = [
     ("t5", lambda data: options_of(data).update(max_distance=10**8), "max_distance"),
     ("cope", lambda data: options_of(data).update(npos=2 * 10**7), "npos"),
@@ -336,11 +343,47 @@ def test_a_config_cannot_demand_memory(
             AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+# Keys of config.json that are no fields: methods, properties and constants of the class, and names of this package.
+def shadows(kind: Any) -> list[str]:
+    known = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
+    own = {name for name in dir(kind) if not (isinstance(found := getattr_static(kind, name), property) and found.fset)}
+    return [*sorted(own - known - {"auto_map", "model_type"}), "posenc_locked", "posenc_origin"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_keys_that_shadow_the_class_are_refused(name: str, tmp_path: Path) -> None:
+    model = converted(name, "alibi")
+    model.save_pretrained(tmp_path)
+    data = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    names = shadows(type(model.config))
+    assert {"posenc_lock", "to_dict", "to_json_string", "validate", "from_pretrained", "base_config_key"} <= {*names}
+    for key in names:
+        (tmp_path / "config.json").write_text(json.dumps({**data, key: 5}), encoding="utf-8")
+        with pytest.raises(CheckpointError, match=re.escape(f"config.json has the key {key!r}")):
+            AutoConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("value", [5, None, [1], "x", True])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_locked_field_that_makes_no_sense_has_one_clear_error(name: str, value: Any, tmp_path: Path) -> None:
+    converted(name, "alibi").save_pretrained(tmp_path)
+    edit_config(tmp_path, lambda data: data["posenc"].update(locked=value))
+    with pytest.raises((CheckpointError, KeyError), match=r"config\.json|record|'x'") as caught:
+        auto(name).from_pretrained(tmp_path)
+    assert "\n" not in str(caught.value)
+    edit_config(tmp_path, lambda data: None)
+    data = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    data["posenc"].pop("digest")
+    (tmp_path / "config.json").write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="was changed after it was written"):
+        AutoConfig.from_pretrained(tmp_path)
+
+
 # -- files that are spoilt ---------------------------------------------------------------------------------------------
 
 
 def in_config(change: Callable[[Any], object]) -> Callable[[Path], object]:
-    """As an earlier release wrote the weights, without a digest that notices it."""
+    """Without a digest that notices it."""
     return lambda folder: (edit_weights(folder, lambda tensors: None, bound=False), edit_config(folder, change))
 
 

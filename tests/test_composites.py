@@ -208,6 +208,7 @@ def other_options(part: dict[str, Any]) -> None:
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "record edited": edit_config(lambda whole, part: other_options(part)),
     "record edited with its digest": edit_config(lambda whole, part: (other_options(part), redigest(part))),
+    "digest of the record gone": edit_config(lambda whole, part: (other_options(part), part["posenc"].pop("digest"))),
     "record gone": edit_config(lambda whole, part: part.pop("posenc")),
     "record empty": edit_config(lambda whole, part: part.update(posenc={})),
     "record null": edit_config(lambda whole, part: part.update(posenc=None)),
@@ -226,6 +227,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "part whole numbers": edit_tensors(lambda tensors, key: tensors.update({key: tensors[key].int()}), None),
     "other part missing": edit_tensors(lambda tensors, key: tensors.pop(key), False),
     "other part misshapen": edit_tensors(lambda tensors, key: tensors.update({key: tensors[key][:-1].clone()}), False),
+    "metadata gone": lambda folder: save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors"),
 }  # fmt: skip
 
 
