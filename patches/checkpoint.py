@@ -73,6 +73,15 @@ class OwnConfig:
     def built(self, model: Any) -> None:
         """Act on a model, stock or converted, that is about to be built from this config."""
 
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the data of config.json. That of the stock model, which PEFT asks for, is what it should be."""
+        found, unused = super().get_config_dict(*args, **kwargs)  # type: ignore[misc]
+        own: Any = cls
+        if found.get("model_type") == own.posenc_stock.model_type:
+            found = {**found, "model_type": own.model_type}
+        return found, unused
+
     @property
     def auto_map(self) -> dict[str, str]:
         """The class in the stub for each `Auto` class; other libraries choose a class by it."""
