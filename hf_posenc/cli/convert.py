@@ -235,7 +235,7 @@ def demo(
     scheme: Annotated[str, Option(help="Target scheme.")] = "fire",
     steps: Annotated[int, Option(min=1, help="Training steps; fewer are faster and worse.")] = 200,
 ) -> None:
-    """Convert and adapt a tiny built-in model, in about two minutes and without network."""
+    """Convert and adapt a tiny built-in model, in two to four minutes and without network."""
     quiet()
     from rich.console import Console
 

@@ -151,7 +151,9 @@ def _figure(results: Results) -> Figure:
     gone = (conversion.handover * steps, "the native encoding is gone") if fades else None
     losses = [(step, Interval(loss, math.nan, math.nan)) for step, loss in results.losses()]
     course = [(step, grid.at(length)) for step, grid in measurements.course()]
-    level = None if native is None else (native.at(length).mean, "the native model")
+    control = None if results.control is None else results.control.curve("after")
+    rival, whose = (native, "the native model") if control is None else (control, "the control")
+    level = None if rival is None else (rival.at(length).mean, whose)
     by_step = (
         Panel(lines={trained: losses}, x="optimizer steps", y="training loss on text (nats)", mark=gone),
         Panel(lines={trained: course}, x="optimizer steps", y=f"{name} at {length:,} tokens", level=level, mark=gone),
