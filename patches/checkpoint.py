@@ -202,7 +202,7 @@ def seal(folder: Path) -> None:
     equal models give equal files.
     """
     files = [path for path in folder.iterdir() if variant(path.name) is not None]
-    saves = {}
+    saves: dict[str, str] = {}
     for index in (path for path in files if path.suffix == ".json"):
         content = json.loads(index.read_bytes())
         shards = sorted(set(content["weight_map"].values()))

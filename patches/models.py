@@ -215,7 +215,7 @@ class PosencModel:
         kwargs["save_original_format"] = False
         folder = Path(save_directory)
         # Other threads may use and save this model, so what saving changes is on a copy of its surface.
-        double = object.__new__(type(self))
+        double: Any = object.__new__(type(self))
         vars(double).update(vars(self))
         double.hf_quantizer = checkpoint.Binding(self, state_dict)
         # A folder that is uploaded under its name is written in place.

@@ -387,8 +387,8 @@ def choose_layers(layers: Layers, count: int) -> tuple[int, ...]:
     """Turn a selector into sorted layer indices, or raise `LayerSelectionError`."""
     everything = range(count)
     malformed = LayerSelectionError(
-        f"layers={shown(layers)}: expected indices ('0,2,5' or a list), a slice ('0:8'), 'every:N', or a function of the "
-        "index."
+        f"layers={shown(layers)}: expected indices ('0,2,5' or a list), a slice ('0:8'), 'every:N', or a function of "
+        "the index."
     )
     if isinstance(layers, str) and not layers.startswith("every:"):
         layers = _parsed(layers, malformed)
