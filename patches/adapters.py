@@ -459,7 +459,7 @@ def _type_name(kind: PeftType) -> str:
 
 def _configs() -> dict[str, Any]:
     """Return PEFT's table of configuration classes by the type in a file."""
-    return cast("Any", PEFT_TYPE_TO_CONFIG_MAPPING)
+    return cast("dict[str, Any]", PEFT_TYPE_TO_CONFIG_MAPPING)
 
 
 def _saving_whole(stock: Any) -> Any:

@@ -146,7 +146,7 @@ def embedding_rms(weight: Tensor) -> float | None:
     if weight.is_meta:
         return None
     # In pieces, since a whole table in float32 may be as large as the model.
-    parts = weight.detach().split(max(1, _PIECE // max(1, weight[0].numel())))
+    parts = torch.split(weight.detach(), max(1, _PIECE // max(1, weight[0].numel())))
     squares = torch.stack([part.float().square().sum() for part in parts])
     return math.sqrt(float(squares.sum()) / weight.numel())
 

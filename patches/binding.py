@@ -154,9 +154,13 @@ def differing(wanted: Mapping[str, Any] | None, model: nn.Module, held: Collecti
             f"The adapter has a fingerprint of its base of version {version!r}, and this release knows versions up to "
             f"{_VERSION}. Upgrade: pip install -U hf-posenc."
         )
-    found = fingerprint(model, held, version)
-    parts = [part for part in ("matrices", "rest") if wanted.get(part) and found[part]]
-    return [part for part in parts if set(wanted[part]).isdisjoint(found[part])]
+    return apart(wanted, fingerprint(model, held, version))
+
+
+def apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the parts in which two fingerprints of one version differ; a part that either lacks does not."""
+    parts = [part for part in ("matrices", "rest") if one.get(part) and other.get(part)]
+    return [part for part in parts if set(one[part]).isdisjoint(other[part])]
 
 
 def _base_parameters(

@@ -99,9 +99,8 @@ def _check_direction(call: Call) -> None:
 
 def _differentiable(output: Tensor, call: Call) -> Tensor:
     """Return the output of a call, with the derivatives of the dense form where a graph of gradients is asked for."""
-    outline, own, masks = call.outline(), tuple(call.scheme.parameters()), ()
-    if call.mask.bias is not None and call.mask.learns:
-        masks = (call.mask.bias,)
+    outline, own = call.outline(), tuple(call.scheme.parameters())
+    masks = (call.mask.bias,) if call.mask.bias is not None and call.mask.learns else ()
     operands = (*call.operands(), *masks)
     count, lent, device = len(operands), slice(len(operands), len(operands) + len(own)), call.device.type
     dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)

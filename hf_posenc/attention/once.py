@@ -31,7 +31,7 @@ class Once(Generic[Result]):
                 stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
 
                 def run() -> Result:
-                    with torch.cuda.stream(stream):  # type: ignore[arg-type]  # None is allowed, and does nothing
+                    with torch.cuda.stream(stream):  # None does nothing
                         return find()
 
                 with ThreadPoolExecutor(1) as pool:

@@ -60,7 +60,8 @@ class Sdpa(Executor):
                 low = q.new_full((), float("-inf"))
                 mask = bias.to(q.dtype) if keep is None else bias.to(q.dtype).where(keep, low)
         if not torch.compiler.is_compiling():
-            q, k, v, mask = (x if x is None else ending(x) for x in (q, k, v, mask))
+            q, k, v = (ending(x) for x in (q, k, v))
+            mask = None if mask is None else ending(mask)
         output = F.scaled_dot_product_attention(
             q,
             k,

@@ -68,7 +68,7 @@ def seconds_of(
     """
     if processes().num_processes > 1:
         return {}  # Nobody knows what they cost each other, and a whole step need not fit into one device.
-    found = {}
+    found: dict[str, float] = {}
     try:
         for stage in plans:
             left = stage.recipe.training.steps - (done or {}).get(stage.name, 0)

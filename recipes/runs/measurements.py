@@ -147,7 +147,8 @@ class Measurements:
 
     def _key(self, name: str) -> str | int:
         last = max((key for key in self._grids if isinstance(key, int)), default=0)
-        return {NATIVE: NATIVE, "before": 0, "after": last or -1}[name]
+        keys: dict[str, str | int] = {NATIVE: NATIVE, "before": 0, "after": last or -1}
+        return keys[name]
 
 
 def heading(grid: Grid, recalls: Mapping[str, Grid]) -> str:

@@ -63,7 +63,7 @@ class Results:
         }
         if self.facts.encoding is None:
             del sources[f"{name}, before training"]  # It is the native model again.
-        found = {}
+        found: dict[str, tuple[Grid, Mapping[str, Grid]]] = {}
         for label, (source, which) in sources.items():
             grid = None if source is None else source.curve(which)
             if source is not None and grid is not None:

@@ -27,7 +27,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_posenc.errors import RecipeError, StorageError, shown
 from hf_posenc.patches.architecture import of_model
-from hf_posenc.patches.binding import differing, fingerprint
+from hf_posenc.patches.binding import apart, fingerprint
 from hf_posenc.patches.directories import UNFINISHED, publish, published, reading, storing, write_text
 from hf_posenc.patches.patch import disabled, native_scheme, patch, set_strength
 from hf_posenc.patches.plan import Plan, plan
@@ -610,8 +610,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         for key in sorted(one.keys() & other.keys())
         if one[key] != other[key]
     ]
-    parts = differing(before.get("weights") or {}, now.get("weights") or {})
-    found += ["its weights have changed"] * bool(parts)
+    weights = [each.get("weights") or {} for each in (before, now)]
+    comparable = weights[0].get("version") == weights[1].get("version")
+    found += ["its weights have changed"] * bool(comparable and apart(*weights))
     changed = None not in (keys := (before.get("tokenizer"), now.get("tokenizer"))) and keys[0] != keys[1]
     return found + ["its tokenizer has changed"] * changed
 
