@@ -21,6 +21,7 @@ from hf_posenc.patches.plan import plan
 from hf_posenc.recipes import library
 from hf_posenc.recipes.evaluation.perplexity import TARGETS
 from hf_posenc.recipes.loading import auto_class, load_config, trained_length
+from hf_posenc.recipes.processes import bfloat16_pays
 from hf_posenc.recipes.schema import fields
 from hf_posenc.recipes.schema.recipe import MOST, Evaluation
 from hf_posenc.registry import SchemeInfo
@@ -296,5 +297,5 @@ class _Case:
                 fitting.add(self.reach)
             self.set("evaluation", contexts=sorted(fitting) or [TARGETS])
         halves = (torch.bfloat16, torch.float16)
-        if torch.cuda.is_available() and torch.cuda.is_bf16_supported() and self.config.dtype in halves:
+        if self.config.dtype in halves and bfloat16_pays(self.config.get_text_config().hidden_size):
             self.set("training", precision="bfloat16")
