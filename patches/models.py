@@ -151,10 +151,12 @@ class PosencModel:
         is read. Heads that the checkpoint was saved without are initialised, as in transformers.
 
         Raises:
+            ArchitectureError: Layers are to be split between devices.
             CheckpointError: The checkpoint is truncated, of a newer format, names an unknown scheme, does not hold
                 exactly the parameters that the model has, or was saved with another record than config.json has.
         """
         wants_info = kwargs.pop("output_loading_info", False)
+        surgery.refuse_split(kwargs)
         if pretrained_model_name_or_path is not None:
             folder = Path(pretrained_model_name_or_path, kwargs.get("subfolder") or "")
             checkpoint.check_index(folder, kwargs.get("variant"))

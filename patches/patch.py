@@ -490,6 +490,7 @@ def refuse_wrapped(model: object, advice: str = "Patch the plain model first, th
         raise ArchitectureError(f"Expected a transformers model, got {type(model).__name__}: {str(model)[:80]!r}.")
     if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
         raise WrappedModelError(f"Got a model inside {type(model).__name__}. {advice}")
+    surgery.refuse_split({name: getattr(model, f"_{name}", None) for name in ("tp_size", "pp_size", "ep_size")})
     for name, module in model.named_modules():
         kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__}
         if any(kind.startswith("peft.") for kind in kinds):

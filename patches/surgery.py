@@ -304,6 +304,23 @@ def check_record(architecture: Architecture, model: Any) -> None:
         )
 
 
+# Names, in arguments of `from_pretrained` and attributes of a model, of what divides a layer between devices.
+_SPLITS = ("tp_plan", "tp_size", "ep_size", "pp_size", "enable_expert_parallel")
+
+
+def refuse_split(chosen: Mapping[str, Any]) -> None:
+    """Raise `ArchitectureError` if keywords or a distributed config ask for layers that are split between devices."""
+    distributed = chosen.get("distributed_config")
+    stated = distributed if isinstance(distributed, Mapping) else vars(distributed) if distributed else {}
+    for name in _SPLITS:
+        value = chosen.get(name, stated.get(name))
+        if value is not None and value is not False and value != 1:
+            raise ArchitectureError(
+                f"Got {name}={value!r}: layers that are split between devices (tensor, expert or pipeline parallel) "
+                "have no positional schemes, which read all heads of a layer. Use device_map, DDP or FSDP2."
+            )
+
+
 def scheme_of(body: nn.Module, attention: nn.Module) -> Any:
     """Return the scheme of a patched attention, or PEFT's wrapper of it."""
     own = attention._modules.get(OWN)

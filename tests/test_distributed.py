@@ -6,16 +6,21 @@ DDP runs with the grid. FSDP2 takes four minutes: pytest -m slow tests/test_dist
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from models import text_file
+from models import stock, text_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.distributed.configuration_utils import DistributedConfig
 
+import hf_posenc
+from hf_posenc import ArchitectureError
 from hf_posenc.recipes import library
 from hf_posenc.recipes.runs import run
 from hf_posenc.recipes.schema.recipe import Recipe
@@ -97,6 +102,68 @@ def test_two_processes_train_as_one(config: str, recipe: Path, tmp_path: Path, m
     for part in ("model", "checkpoints/checkpoint-3"):
         torch.testing.assert_close(logits(tmp_path / "one" / part), logits(tmp_path / "two" / part), atol=2e-2, rtol=0)
     assert alone.loss is not None
+
+
+SHARDED = """
+import sys
+import torch
+import torch.distributed
+from torch.distributed.fsdp import fully_shard
+from models import stock, tokens
+import hf_posenc
+
+torch.distributed.init_process_group("gloo")
+ids = tokens("llama", 2, 40)
+for name in sys.argv[1:]:
+    losses = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = hf_posenc.patch(stock("llama").bfloat16(), name)
+        parts = [x for x in model.modules() if isinstance(x, hf_posenc.Scheme)]
+        within = {y for x in parts for y in x.modules() if y is not x}
+        for unit in (*(x for x in parts if x not in within), *model.model.layers, model) if sharded else ():
+            fully_shard(unit)
+        losses.append(model(input_ids=ids, labels=ids).loss)
+    losses[1].backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad), name
+    torch.testing.assert_close(*losses, rtol=2e-3, atol=0, msg=name)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.grid
+def test_schemes_are_units_of_fsdp_in_half_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.py").write_text(SHARDED, encoding="utf-8")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(tmp_path / "run.py")]
+    done = subprocess.run([*launcher, *hf_posenc.schemes()], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+SPLIT: list[dict[str, Any]] = [
+    {"tp_plan": "auto"},
+    {"tp_size": 2},
+    {"distributed_config": {"tp_size": 2}},
+    {"distributed_config": DistributedConfig(tp_plan={"layers.*.self_attn.q_proj": "colwise"})},
+    {"distributed_config": DistributedConfig(pp_size=2)},
+]
+
+
+@pytest.mark.parametrize("asked", SPLIT, ids=str)
+def test_layers_split_between_devices_are_refused(asked: dict[str, Any], tmp_path: Path) -> None:
+    hf_posenc.patch(stock("llama"), "alibi").save_pretrained(tmp_path)
+    with pytest.raises(ArchitectureError, match="split between devices"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, **asked)
+
+
+@pytest.mark.parametrize("name", hf_posenc.schemes())
+def test_a_model_whose_layers_are_split_is_not_patched(name: str) -> None:
+    model = stock("llama")
+    model._tp_size = 2  # as transformers leaves it
+    with pytest.raises(ArchitectureError, match="split between devices"):
+        hf_posenc.patch(model, name)
 
 
 def numbers(content: object) -> list[float]:
