@@ -182,9 +182,9 @@ def edit_tensors(change: Callable[[dict[str, Tensor], str], Any], ours: bool | N
         tensors = load_file(path)
         scheme = next(key for key in tensors if is_of_scheme(key))
         own = scheme.partition("layers")[0].partition(".h.")[0].partition(".hf_")[0]
-        beside = [key for key in tensors if not is_of_scheme(key) and key.startswith(own) and tensors[key].ndim > 1]
+        same = [key for key in tensors if not is_of_scheme(key) and key.startswith(own) and tensors[key].ndim > 1]
         others = [key for key in tensors if not key.startswith(own) and tensors[key].ndim > 1]
-        key = scheme if ours else (beside if ours is None else others)[-1]
+        key = scheme if ours else (same if ours is None else others)[-1]
         change(tensors, key)
         save_file(tensors, path, metadata)
 
