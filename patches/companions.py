@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -76,6 +77,11 @@ _OURS = re.compile(f"{_BEGIN}(?:(?!{_BEGIN}).)*?{_END}\r?\n?", re.DOTALL)
 _METADATA = re.compile(r"\A\ufeff?\s*---\r?\n(?P<data>.*?)(?:^|\r?\n)---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
 
 
+@functools.cache
+def _template(text: str) -> jinja2.Template:
+    return _TEMPLATES.from_string(text)
+
+
 def auto_map(config_class: type) -> dict[str, str]:
     """Return the class in the stub that each `Auto` class loads."""
     kinds = {"AutoConfig": config_class, **auto_classes(config_class)}
@@ -90,7 +96,7 @@ def write(folder: Path, target: Path, config: Any, head: str, starts: Sequence[s
     `starts` the start of each group, and `origin` the name of the model that was converted, if known.
     """
     names = sorted({name.partition(".")[2] for name in auto_map(type(config)).values()})
-    stub = _TEMPLATES.from_string(_STUB).render(module=type(config).__module__, names=names)
+    stub = _template(_STUB).render(module=type(config).__module__, names=names)
     _write(folder / f"{STUB}.py", stub, in_place=folder == target)
     readme = target / CARD
     try:
@@ -161,7 +167,7 @@ def card(existing: str, config: Any, head: str, starts: Sequence[str], origin: s
     """Return the text of the model card with this package's section; `origin` names the model that was converted."""
     groups = [group for part in record.converted(config) for group in record.from_config(part)]
     known = auto_name(type(config), f"Posenc{head}")
-    section = _TEMPLATES.from_string(_SECTION).render(
+    section = _template(_SECTION).render(
         groups=[(group, registry.get(group.scheme), start) for group, start in zip(groups, starts, strict=True)],
         loader=known or f"Posenc{head}",
         home="transformers" if known else type(config).__module__,

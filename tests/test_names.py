@@ -71,7 +71,7 @@ def test_the_name_of_a_loaded_checkpoint_leads_to_it(architecture: str, tmp_path
     hf_posenc.patch(named(architecture), "kerple").save_pretrained(tmp_path)
     for secret in ("posenc_origin", belonging.UNSAVED):
         assert secret not in (tmp_path / "config.json").read_text(encoding="utf-8")
-    assert f"# {models.DIRECTORIES[architecture]}" in (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert f"# {models.DIRECTORIES[architecture].name}\n" in (tmp_path / "README.md").read_text(encoding="utf-8")
     model = loaded(tmp_path, architecture)
     assert names(model) == {str(tmp_path)}
     again = loaded(Path(model.config._name_or_path), architecture)
