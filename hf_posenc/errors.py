@@ -85,7 +85,7 @@ class StorageError(PosencError, OSError):
 
 
 class ExportError(PosencError):
-    """No stock model computes what a converted model does, or it cannot be written."""
+    """No stock model computes what a converted model does, or it or its graph cannot be written."""
 
 
 class RecipeError(PosencError):

@@ -126,6 +126,7 @@ class Geometry:
         for name in ("max_positions", "rotary_limit"):
             value = getattr(self, name)
             self._require(value is None or (type(value) is int and value >= 1), name, "None or a positive integer")
+        self._require(self.native is None or isinstance(self.native, NativeTable), "native", "None or a NativeTable")
         most = self.head_dim // 2
         for name in ("inv_freq", "inv_freq_long"):
             value = getattr(self, name)
@@ -291,7 +292,7 @@ class Tokens:
         latest = torch.arange(1, length + 1, device=x.device).expand(batch, -1)
         if self.real is not None:
             latest = latest.where(self.real.to(x.device), latest.new_zeros(())).cummax(dim=1).values
-        earlier = torch.nn.functional.pad(latest[:, :-1], (1, 0))
+        earlier = torch.cat([torch.zeros_like(latest[:, :1]), latest], dim=1)[:, :-1]
         begins = positions.gather(1, earlier) >= position
         row = torch.arange(batch, device=x.device)[:, None]
         shifted = values[row, earlier].masked_fill(begins.view(*begins.shape, *(1,) * (x.ndim - 2)), 0)

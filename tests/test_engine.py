@@ -1,5 +1,6 @@
 """The executors for long sequences: against the dense reference across many blocks, their choice, their limits."""
 
+import contextlib
 import functools
 import weakref
 from dataclasses import replace
@@ -11,10 +12,22 @@ from grid import once
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import hf_posenc
-from hf_posenc import Geometry, NotPatchedError, OptionError, Positions, Scheme, attend, attention, build, schemes
+from hf_posenc import (
+    Geometry,
+    NotPatchedError,
+    OptionError,
+    Positions,
+    Scheme,
+    ShapeError,
+    attend,
+    attention,
+    build,
+    schemes,
+)
 from hf_posenc.attention import EXECUTORS, Call, Mask, choose, executors
 from hf_posenc.attention import blocks as blocks_module
 from hf_posenc.attention.cpu import biases, distances, fused, kernel
@@ -675,3 +688,34 @@ def test_products_in_a_model_that_keeps_its_rotation(name: str, options: dict, n
 def test_what_is_far_passes_no_products() -> None:
     call, _ = call_and_leaves(make("disentangled", max_distance=20).double(), plain(400)[0], Mask("slots"))
     assert fused._bias_of(call).far == 20  # all beyond have the same vector
+
+
+@pytest.mark.parametrize("name", schemes())
+def test_more_queries_than_keys(name: str) -> None:
+    """As in the reference, or one error."""
+    scheme, queries, (_, k, v) = make(name), 40, draw(33)
+    q, hidden = draw(queries)[0], torch.randn(2, queries, HIDDEN)
+    at = {"query_positions": torch.arange(queries)[None], "key_positions": torch.arange(33)[None]}
+    for of_queries in (None, hidden):
+        found = []
+        for executor in (None, "dense"):
+            with contextlib.suppress(ShapeError):
+                found.append(attend(scheme, q, k, v, **at, hidden=of_queries, executor=executor))
+        assert len(found) != 1
+        torch.testing.assert_close(found[:1], found[1:], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["on the meta device", "of layout torch.sparse_coo", "fake tensors"])
+@pytest.mark.parametrize("name", ["q", "query_positions", "mask"])
+def test_tensors_without_numbers_are_refused(name: str, kind: str) -> None:
+    given: dict[str, Tensor] = dict(zip("qkv", draw(5), strict=True))
+    given |= {"query_positions": torch.arange(5)[None], "mask": torch.ones(2, 5, dtype=torch.bool)}
+    made = {"on the meta device": lambda x: x.to("meta"), "of layout torch.sparse_coo": Tensor.to_sparse}
+    given[name] = made.get(kind, FakeTensorMode().from_tensor)(given[name])
+    with pytest.raises(ShapeError, match=f"{kind}.*expected .*numbers"):
+        attend(make("alibi"), **given, key_positions=torch.arange(5)[None])
+
+
+def test_a_geometry_has_a_table_or_none() -> None:
+    with pytest.raises(OptionError, match=r"native='x'.*expected None or a NativeTable"):
+        Geometry(heads=2, kv_heads=2, head_dim=4, hidden_size=8, native="x")

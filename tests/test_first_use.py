@@ -113,7 +113,7 @@ MODES: dict[str, Callable[[Loss, list[Tensor]], object]] = {
     "selective checkpoint": by_selection,
     "hooks": by_hooks,
     "saved on the CPU": functools.partial(trained, graph.save_on_cpu),
-    "counted": functools.partial(trained, lambda: FlopCounterMode(display=False)),
+    "counted": functools.partial(within, lambda: FlopCounterMode(display=False)),
     "anomalies": functools.partial(trained, torch.autograd.detect_anomaly),
     "no gradients": functools.partial(within, torch.no_grad),
     "inference": functools.partial(within, torch.inference_mode),

@@ -193,12 +193,18 @@ def check(model: nn.Module, got: Callable[[dict[str, Tensor]], Tensor]) -> None:
             torch.testing.assert_close(got(call)[real], model(**call)[real], **SAME)
 
 
-# The factors of xpos overflow in long texts, so that its graph is bound to a length.
-@exported_schemes("t5", without=("xpos",))
+@_schemes(hf_posenc.schemes(), ("t5", "path"))
 def test_export(scheme: str) -> None:
     model = Logits(patched(scheme))
     program = torch.export.export(model, (), operands(2, 12), dynamic_shapes=any_size(), strict=False)
     check(model, lambda call: program.module()(**call))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the tracer
+@pytest.mark.parametrize("scheme", hf_posenc.schemes())
+def test_a_trace_of_one_length_is_refused(scheme: str) -> None:
+    with pytest.raises(hf_posenc.ExportError, match=r"Use torch\.export"):
+        torch.jit.trace(Logits(patched(scheme)), example_kwarg_inputs=operands(2, 12))
 
 
 @pytest.mark.filterwarnings("ignore")  # of the exporter

@@ -140,7 +140,10 @@ class Call:
     @functools.cached_property
     def slots_tell_distances(self) -> bool:
         """Whether every visible key is as far from its query in positions as in slots."""
-        return slots_tell_distances(self.positions, self.mask, causal=self.scheme.geometry.causal)
+        # Queries are the last of the keys, or no slots of theirs are known.
+        return self.queries <= self.keys and slots_tell_distances(
+            self.positions, self.mask, causal=self.scheme.geometry.causal
+        )
 
     def blocks(self, rows: int) -> Iterator[Rows]:
         """Return blocks of so many queries, each with the keys that it can see."""

@@ -20,7 +20,7 @@ from hf_posenc.attention.gpu.kernels import Triton
 from hf_posenc.attention.mask import Mask, from_tensor, slots_tell_distances
 from hf_posenc.attention.sdpa import Sdpa
 from hf_posenc.derivatives import differentiable
-from hf_posenc.errors import DirectionError, OptionError, PositionError, ShapeError
+from hf_posenc.errors import DirectionError, ExportError, OptionError, PositionError, ShapeError
 from hf_posenc.operands import Positions, Tokens, check_coords, check_tensor
 from hf_posenc.ops import transformed
 from hf_posenc.scheme import Scheme
@@ -74,7 +74,13 @@ def run(call: Call, *, executor: str | None = None) -> tuple[Tensor, Tensor | No
     Raises:
         OptionError: The named executor cannot run the call.
         DirectionError: A query sees a key at a later position, and the scheme is not defined for any.
+        ExportError: `torch.jit.trace` records what runs.
     """
+    if not torch.compiler.is_compiling() and torch._C._is_tracing():
+        raise ExportError(
+            "Got torch.jit.trace (or torch.onnx.export without dynamo), whose graph is wrong for another length than "
+            "it saw; expected a graph of any length. Use torch.export, torch.onnx.export(dynamo=True) or torch.compile."
+        )
     if call.scheme.geometry.causal and "bidirectional" not in call.scheme.directions:
         _check_direction(call)
     used = choose(call) if executor is None or transformed() else _named(executor, call)
@@ -295,6 +301,11 @@ def _check_shapes(scheme: Scheme, given: dict[str, Tensor], hidden: Tensor | Non
             raise ShapeError(f"Got {name} of shape {list(tensor.shape)}; expected at least one query and one key.")
         if int(tensor.min()) < 0:
             raise PositionError(f"Got {int(tensor.min())} in {name}; positions count from 0.")
+    if queries > keys and any(scheme.state_bytes(1)):
+        raise ShapeError(
+            f"Got {queries} queries and {keys} keys; expected no more queries than keys, of which they are the last: "
+            f"{scheme.name} has a state for each key."
+        )
     of_keys, of_queries = ([batch, length, geometry.hidden_size] for length in (keys, queries))
     if hidden is not None and list(hidden.shape) not in (of_keys, of_queries):
         raise ShapeError(

@@ -25,7 +25,9 @@ class Sdpa(Executor):
 
     def pays(self, call: Call) -> bool:
         # To fold all keys and values again takes longer than a few queries gain.
-        return call.scheme.folded() is None or call.queries >= FEWEST_QUERIES
+        # A graph of any length has one form.
+        one = torch.compiler.is_exporting()
+        return one or call.scheme.folded() is None or call.queries >= FEWEST_QUERIES
 
     def computes(self, call: Call) -> bool:
         if call.native_score is not None or call.reshaped:
@@ -60,7 +62,7 @@ class Sdpa(Executor):
                 low = q.new_full((), float("-inf"))
                 mask = bias.to(q.dtype) if keep is None else bias.to(q.dtype).where(keep, low)
         if not torch.compiler.is_compiling():
-            q, k, v = (ending(x) for x in (q, k, v))
+            q, k, v = map(ending, (q, k, v))
             mask = None if mask is None else ending(mask)
         output = F.scaled_dot_product_attention(
             q,

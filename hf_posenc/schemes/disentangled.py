@@ -126,7 +126,10 @@ class Disentangled(Scheme):
         distance = torch.arange(max_distance, -1 if geometry.causal else -max_distance - 1, -1, device="cpu")
         if buckets is not None:
             distance = log_buckets(distance, buckets, max_distance)
-        self.rows = (distance + self.span).clamp(0, 2 * self.span - 1)
+        rows = (distance + self.span).clamp(0, 2 * self.span - 1)
+        # That of the last distance is the first that is used.
+        self.first = int(rows[-1])
+        self.rows = rows - self.first
         width = geometry.heads * geometry.head_dim
         self.pos_key_proj = AnyDtypeLinear(geometry.hidden_size, width) if c2p and not share_att_key else None
         self.pos_query_proj = AnyDtypeLinear(geometry.hidden_size, width) if p2c and not share_att_key else None
@@ -145,11 +148,11 @@ class Disentangled(Scheme):
         common = tokens.common
         assert isinstance(common, RelativeEmbeddings)
         with torch.autocast(q.device.type, enabled=False):
-            table = common.table(first := int(self.rows[-1])).to(q.device)
+            table = common.table(self.first).to(q.device)
             tables = {} if self.share_att_key else self._projected(table)
         if self.share_att_key:
             tables = self._shared(tokens, table.to(q.dtype))
-        rows = placed(self.rows - first, q.device)
+        rows = placed(self.rows, q.device)
         return Projection(q, k, v, tables={name: part[:, rows].to(precise) for name, part in tables.items()})
 
     def _projected(self, table: Tensor) -> dict[str, Tensor]:
@@ -229,7 +232,8 @@ def _meet_keys(k: Tensor, queries: Tensor, index: Tensor) -> Tensor:
     """
     batch, groups, length, width = k.shape
     heads, count, _ = queries.shape
-    if index.shape[2] * width > count:
+    # A graph of any length has one form.
+    if torch.compiler.is_exporting() or index.shape[2] * width > count:
         rows = queries.reshape(groups, heads // groups * count, width)
         products = torch.einsum("gnd,bgkd->bgnk", rows, k).reshape(batch, heads, count, length)
         return products.gather(2, index.expand(batch, heads, -1, -1))

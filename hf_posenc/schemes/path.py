@@ -1,3 +1,5 @@
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -112,26 +114,31 @@ def _change(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, keep: Tensor | None) 
             from it. Those hidden for another reason change keys farther away only, which are hidden, too, or padding.
     """
     (batch, heads, queries, width), (groups, keys) = q.shape, k.shape[1:3]
-    size = min(_CHUNK, keys)
-    missing = -keys % size
+    # A graph of any length has one chunk.
+    count = 1 if torch.compiler.is_exporting() else math.ceil(keys / _CHUNK)
+    size = keys if count == 1 else _CHUNK
+    missing = count * size - keys
     if missing:
         k, w, beta = F.pad(k, (0, 0, 0, missing)), F.pad(w, (0, 0, 0, missing)), F.pad(beta, (0, missing))
-    k, w, beta = (x.reshape(*x.shape[:2], -1, size, *x.shape[3:]) for x in (k, w, beta))  # [B, G, chunks, size, ...]
+    k, w, beta = (x.reshape(*x.shape[:2], count, size, *x.shape[3:]) for x in (k, w, beta))  # [B, G, chunks, size, ...]
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).tril(-1)  # row t, column j: t > j
     one = torch.eye(size, dtype=q.dtype, device=q.device)
     system = torch.where(later, w @ w.mT * beta[..., None, :], 0)  # the diagonal of ones is implied
     inverse = torch.linalg.solve_triangular(system, one, upper=False, unitriangular=True)
     passed = torch.where(later, w @ k.mT, 0)
     if keep is not None:
-        taking = F.pad(keep, (0, missing)).expand(-1, heads, queries, -1)
-        taking = taking.reshape(len(keep), groups, -1, taking.shape[-1])
-    first = q.reshape(batch, groups, -1, width)  # query heads of a group, one after the other
+        keep = F.pad(keep, (0, missing)).expand(-1, -1, queries, -1)
+        if keep.shape[1] > 1:
+            keep = keep.reshape(keep.shape[0], groups, -1, keep.shape[-1])
+        else:
+            keep = torch.cat([keep] * (heads // groups), dim=2)
+    first = q.reshape(batch, groups, heads // groups * queries, width)  # query heads of a group, one after the other
     x, found = first, []
     for chunk in reversed(range(k.shape[2])):
         at = w[:, :, chunk]
         wanted = x @ at.mT * beta[:, :, None, chunk]
         if keep is not None:
-            wanted = wanted.where(taking[..., chunk * size : (chunk + 1) * size], 0)
+            wanted = wanted.where(keep[..., chunk * size : (chunk + 1) * size], 0)
         taken = wanted @ inverse[:, :, chunk]
         found.append((x - first) @ k[:, :, chunk].mT - taken @ passed[:, :, chunk])
         x = x - taken @ at

@@ -144,7 +144,7 @@ class TransformerXL(Scheme):
         """Return all terms added to the scaled logits, `[B, H, q, K]`."""
         with torch.autocast(like.device.type, enabled=False):
             u = block.tables[_CONTENT_BIAS].to(like)[None, :, None] * self.geometry.scale  # [1, H, 1, D]
-            content = grouped_matmul(u.expand(len(k), -1, -1, -1), k.to(like).transpose(-1, -2))  # [B, H, 1, K]
+            content = grouped_matmul(u.expand(k.shape[0], -1, -1, -1), k.to(like).transpose(-1, -2))  # [B, H, 1, K]
             q = (q.to(like) + block.tables[_POSITION_BIAS].to(like)[:, None]) * self.geometry.scale
             # In decoders the table has no distances of keys ahead, which a mask may show.
             tabled = _FALLING in block.tables and (block.causal or not self.geometry.causal)

@@ -126,7 +126,8 @@ class BlockBias:
 
     def first_keys(self, block: Rows) -> Tensor:
         """Return the first key that any row of a block needs, by head, int64 `[H]`: that of a window, or of all."""
-        return torch.full((self.heads,), self.mask.first_needed(block.start) if self.windowed else 0)
+        first = self.mask.first_needed(block.start) if self.windowed else 0
+        return torch.full((self.heads,), first, device="cpu")
 
     def runs(self, block: Rows) -> Iterator[tuple[slice, slice, int]]:
         """Return groups of neighbouring heads in a block, their kv heads, and the first key that they need."""

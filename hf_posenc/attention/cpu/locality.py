@@ -120,7 +120,8 @@ class _MergingPlan(_NearPlan):
         if call.mask.keep is None:
             return None
         keep = call.mask.keep[..., :first]
-        return torch.zeros(keep.shape, dtype=call.precise).masked_fill_(~keep, torch.finfo(call.precise).min)
+        none = torch.zeros(keep.shape, dtype=call.precise, device=keep.device)
+        return none.masked_fill_(~keep, torch.finfo(call.precise).min)
 
     def output(self, call: Call, rows: Rows, near: _Near) -> Tensor:
         mine, first = slice(rows.start, rows.stop), rows.first

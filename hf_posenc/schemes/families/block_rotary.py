@@ -67,7 +67,7 @@ def find_planes(generators: Tensor, width: int, layout: Layout) -> Planes:
 
 def _basis(axes: Tensor, width: int, layout: Layout) -> Tensor:
     groups, count, size, _ = axes.shape
-    basis = torch.eye(width).to(axes).expand(groups, -1, -1).clone()
+    basis = torch.eye(width, dtype=axes.dtype, device=axes.device).expand(groups, -1, -1).clone()
     pairs = axes.reshape(groups, count, size // 2, 2, size // 2, 2)
     _blocks(basis, count, size).copy_(pairs.permute(0, 3, 2, 5, 4, 1))
     if layout == "interleaved":
@@ -279,7 +279,7 @@ class BlockRotary(Turning):
     def native_generators(self, device: torch.device) -> Tensor:
         """Return the generators `[m, b, b]` of the model's own rotation, float64; zero without a base."""
         size = self._count * self.block_size // 2
-        own = torch.zeros(size) if self._own is None else self._own[:size]
+        own = torch.zeros(size, device=device) if self._own is None else self._own[:size]
         return plane_generators(own.to(device, torch.float64), self.block_size)
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
