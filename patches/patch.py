@@ -6,11 +6,13 @@ All of a patch is computed and checked (`prepare`) before the model is touched.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import operator
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
@@ -47,7 +49,24 @@ Stacks = str | Sequence[str] | None
 _OPTIMIZED = "torch._dynamo.eval_frame.OptimizedModule"
 
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_CHANGING = threading.RLock()
+
+
+def _one_at_a_time(change: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let threads change models one after another; two that change one model would meet half of each other's."""
+
+    @functools.wraps(change)
+    def waiting(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with _CHANGING:
+            return change(*args, **kwargs)
+
+    return waiting
+
+
 # Under inference mode new parameters could never be trained.
+@_one_at_a_time
 @torch.inference_mode(False)
 def patch(
     model: Model,
@@ -61,7 +80,8 @@ def patch(
     """Replace the positional encoding of a loaded model, in place.
 
     Only this instance changes, and after an error it is as before. The model's own encoding must be that of its config:
-    one that was changed after loading is refused. Patching again replaces the scheme; calls on
+    one that was changed after loading is refused. Threads that patch wait for each other; do not run the model in
+    another thread meanwhile, which would see half of the change. Patching again replaces the scheme; calls on
     disjoint `layers` compose. New parameters are float32 whatever the model's dtype, on the device of their layer. The
     model's old name (`config._name_or_path`) names another model now, so loading by it raises until the model is saved.
 
@@ -100,6 +120,7 @@ def patch(
     return model
 
 
+@_one_at_a_time
 def unpatch(model: Model) -> Model:
     """Restore the stock classes and the model's own encoding, in place.
 
@@ -141,6 +162,7 @@ def _unpatch(part: Any, outers: list[Any]) -> None:
         composites.release(outers)
 
 
+@_one_at_a_time
 def set_strength(model: PreTrainedModel, *, native: float = 1.0, scheme: float = 1.0) -> None:
     """Set the strengths of a kept native encoding and of the schemes over it, in place.
 
@@ -176,6 +198,7 @@ def set_strength(model: PreTrainedModel, *, native: float = 1.0, scheme: float =
     _write(model, groups, Strengths(float(native), float(scheme)))
 
 
+@_one_at_a_time
 def drop_native(model: PreTrainedModel) -> None:
     """Remove a kept native encoding, in place; the schemes stay, at full strength.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -325,6 +326,33 @@ def test_threads_share_a_model(scheme: str) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_threads_patch_one_model_in_turn() -> None:
+    model, wrong, interval = models.stock("llama"), [], sys.getswitchinterval()
+
+    def work(scheme: str) -> None:
+        try:
+            for _ in range(3):
+                hf_posenc.patch(model, scheme)
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(scheme,)) for scheme in ("fire", "alibi", "kerple", "tape")]
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert wrong == []
+    hf_posenc.verify(model)
+    hf_posenc.unpatch(model)
+    assert torch.equal(
+        *(models.logits(m, "llama", models.tokens("llama", 1, 9)) for m in (model, models.stock("llama")))
+    )
 
 
 @pytest.mark.parametrize("layers", [np.arange(1, 3), torch.tensor([1, -2])], ids=["numpy", "torch"])
