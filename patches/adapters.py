@@ -221,7 +221,8 @@ class PosencTuner:
 
     # Weights of schemes may have names like those of projections. They are trained as a whole, or not at all.
     def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:
-        return not surgery.is_of_scheme(key) and super()._check_target_module_exists(peft_config, key)  # type: ignore[misc]
+        stock: Any = super()
+        return not surgery.is_of_scheme(key) and stock._check_target_module_exists(peft_config, key)
 
     def _create_and_replace(self, *args: Any, current_key: str, **kwargs: Any) -> None:
         if not surgery.is_of_scheme(current_key):  # as `target_parameters` may lead to
