@@ -35,6 +35,8 @@ from hf_posenc.patches.patch import refuse_wrapped, unpatch
 
 # Begins the names of types; also a task type, which PEFT's own classes refuse if somebody changes the type.
 _LOCK = "HF_POSENC"
+# Asks for the configuration of an adapter to swap in, and fails later over weights that are not those of LoRA.
+_HOTSWAP = ("peft.utils.hotswap", "hotswap_adapter")
 # Ends both in files: without this package, PEFT raises an error that consists of a name that it does not know.
 _REMEDY = ": run `import hf_posenc` (pip install hf-posenc) before this adapter is loaded"
 _SCHEMES = {surgery.OWN, surgery.SHARED}
@@ -126,6 +128,7 @@ class PosencAdapter:
 
         Raises:
             CheckpointError: Its weights are pickled, damaged, or not those of this configuration.
+            OptionError: It is to be swapped into another adapter, and has weights of schemes.
         """
         any_base = kwargs.pop("any_base", False)
         download = cls._split_kwargs(kwargs)[0]  # type: ignore[attr-defined]
@@ -133,6 +136,11 @@ class PosencAdapter:
         if any(weights.with_name(file).exists() for file in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
             binding.read(weights)
         config = super().from_pretrained(pretrained_model_name_or_path, subfolder, **kwargs)  # type: ignore[misc]
+        if config.has_schemes and any(function == _HOTSWAP for function, _ in reloading.running()):
+            raise OptionError(
+                "hotswap_adapter: PEFT swaps weights of LoRA alone, and the adapter has some of a positional scheme, "
+                "too. Use model.load_adapter(folder, name) and model.set_adapter(name)."
+            )
         config._weights, config.any_base = weights, any_base
         return config
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from transformers.utils import CONFIG_NAME
@@ -77,14 +78,19 @@ def check_folder(config: Any, name: str = CONFIG_NAME) -> Path | None:
 
 def _being_read() -> Path | None:
     """Return what the innermost of those functions that runs is reading."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        variable = READERS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
-        found = frame.f_locals.get(variable) if variable is not None else None
+    for function, frame in running():
+        found = frame.f_locals.get(READERS.get(function, ""))
         if isinstance(found, (str, os.PathLike)):
             return Path(found)
-        frame = frame.f_back
     return None
+
+
+def running() -> Iterator[tuple[tuple[str, str], FrameType]]:
+    """Yield each function that runs, by the name of its module and its own, with its frame; innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield (frame.f_globals.get("__name__", ""), frame.f_code.co_name), frame
+        frame = frame.f_back
 
 
 def _message(what: str, config: Any) -> str:

@@ -285,6 +285,19 @@ def test_only_an_adapter_of_the_same_scheme_is_swapped_in(tmp_path: Path) -> Non
     hotswap_adapter(model, str(tmp_path / "alibi"), "default")
     with pytest.raises(ValueError, match="incompatible: for posenc"):
         hotswap_adapter(model, str(tmp_path / "nope"), "default")
+    for base, scheme in (
+        ("alibi", "alibi"),
+        ("fire", "fire"),
+        ("alibi", "fire"),
+    ):  # with all of a scheme in the adapter
+        whole = get_peft_model(plain(scheme), PosencLoraConfig(init_lora_weights=False, **TWO))
+        whole.save_pretrained(tmp_path / "whole")
+        if base == scheme == "fire":
+            model = PeftModel.from_pretrained(stock("llama"), tmp_path / "whole")
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with pytest.raises(OptionError, match=r"hotswap_adapter: PEFT swaps .*load_adapter"):
+            hotswap_adapter(model, str(tmp_path / "whole"), "default")
+        assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_patched_models_with_adapters_are_copied_and_pickled() -> None:
