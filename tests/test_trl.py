@@ -1,9 +1,6 @@
 """TRL trains a converted model with no code beyond `patch`, and finds the right reference model; on demand.
 
-Needs trl, which is no dependency of this package:
-
-    pip install trl==1.16.0    # or: pip install --no-deps --target somewhere, and PYTHONPATH=somewhere
-    python -m pytest tests/test_trl.py -m slow
+python -m pytest tests/test_trl.py -m slow
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from hf_posenc import PosencLoraConfig
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl, see above"),
+    pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl, of the extra test"),
     # PEFT and TRL ask transformers 5.23 for names that are deprecated there.
     pytest.mark.filterwarnings("ignore:.*(gradient_checkpointing|FSDP).* is deprecated:FutureWarning"),
 ]
