@@ -232,9 +232,9 @@ class PosencTuner:
         stock: Any = super()
         return not surgery.is_of_scheme(key) and stock._check_target_module_exists(peft_config, key)
 
-    def _create_and_replace(self, *args: Any, current_key: str, **kwargs: Any) -> None:
-        if not surgery.is_of_scheme(current_key):  # as `target_parameters` may lead to
-            super()._create_and_replace(*args, current_key=current_key, **kwargs)  # type: ignore[misc]
+    def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
+        if not surgery.is_of_scheme(kwargs.get("current_key") or args[5]):  # as `target_parameters` may lead to
+            super()._create_and_replace(*args, **kwargs)  # type: ignore[misc]
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
         if getattr(peft_config, "scheme_only", False):

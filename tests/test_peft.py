@@ -15,8 +15,9 @@ import peft
 import pytest
 import torch
 from grid import once
-from models import ARCHITECTURES, DIRECTORIES, arguments, logits, moved, new_parameters, stock, tokens
+from models import ARCHITECTURES, DIRECTORIES, arguments, logits, loss, moved, new_parameters, stock, tokens
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file, save_file
 from transformers import Trainer
@@ -95,6 +96,7 @@ KINDS: dict[str, Any] = {
     "OFT": lambda: peft.OFTConfig(oft_block_size=4, **TWO),
     "VeRA": lambda: peft.VeraConfig(**TWO),
     "LN tuning": lambda: peft.LNTuningConfig(),
+    "trainable tokens": lambda: peft.TrainableTokensConfig(token_indices=[1, 2, 30]),
     "prompt tuning": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
     "p-tuning": lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8),
 }
@@ -218,6 +220,43 @@ def test_a_plain_adapter_of_a_scheme_with_weights(kind: str, tmp_path: Path) -> 
     assert type(base).__name__ == "LlamaForCausalLM"
     with pytest.raises(CheckpointError, match=r"other weights .*rest differ"):
         PeftModel.from_pretrained(moved(plain("fire"), only=""), tmp_path)
+
+
+# What the defaults of a kind do not have, or do not fit: sizes for the tiny model.
+NEEDED: dict[str, dict[str, Any]] = {
+    "ADALORA": {"total_step": 9}, "OFT": {"oft_block_size": 4}, "BOFT": {"boft_block_size": 4},
+    "C3A": {"block_size": 4}, "P_TUNING": {"encoder_hidden_size": 8},
+    "VBLORA": {"num_vectors": 16, "vector_length": 4, "r": 2},
+    "HRA": {"r": 4}, "FOURIERFT": {"n_frequency": 8}, "IA3": {"feedforward_modules": []}, "RANDLORA": {"r": 4},
+    "SHIRA": {"r": 2}, "ROAD": {"group_size": 4}, "TRAINABLE_TOKENS": {"token_indices": [1, 2, 30]},
+    "CPT": {"cpt_token_ids": [1, 2, 3], "cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 2, 2]},
+}  # fmt: skip
+# Kinds that replace attentions or fill the cache without positions, and are refused; that need other packages or
+# several tasks; and that build a smaller model from the config.
+LEFT_OUT = {
+    "ADAPTION_PROMPT", "PREFIX_TUNING", "CARTRIDGE", "ADAMSS", "POLY", "MULTITASK_PROMPT_TUNING", "XLORA", "SHADOW",
+}  # fmt: skip
+EVERY = [kind.value for kind in peft.PeftType if kind.value not in LEFT_OUT and kind in PEFT_TYPE_TO_CONFIG_MAPPING]
+
+
+@pytest.mark.grid  # a part of it runs above
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", EVERY)
+def test_every_kind_trains_and_is_saved_and_loaded(kind: str, tmp_path: Path) -> None:
+    ids, given = tokens("llama", 2, 12), NEEDED.get(kind, {})
+    maker: Any = PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind)]
+    known = maker.__dataclass_fields__
+    given |= TWO if "target_modules" in known and kind not in ("TRAINABLE_TOKENS", "LN_TUNING") else {}
+    given |= {"num_virtual_tokens": 3} if "num_virtual_tokens" in known and kind != "CPT" else {}
+    model = get_peft_model(plain(), maker(task_type="CAUSAL_LM", **given))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    loss(model, "llama", tokens("llama", 2, 19)).backward()
+    optimizer.step()
+    wanted = logits(model.eval(), "llama", ids)
+    start = logits(plain(), "llama", ids)
+    assert wanted.shape != start.shape or not torch.equal(wanted, start)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(PeftModel.from_pretrained(plain(), tmp_path).eval(), "llama", ids), wanted)
 
 
 def test_a_second_plain_adapter_is_bound_too(tmp_path: Path) -> None:
