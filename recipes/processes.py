@@ -39,7 +39,7 @@ def processes() -> PartialState:
 def bfloat16_pays(width: int) -> bool:
     """Whether a model of some width trains faster in bfloat16: on a GPU, or on a CPU with instructions for it."""
     if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported()
+        return bool(torch.cuda.is_bf16_supported())
     return width >= _WIDE and _cpu_has_bfloat16()
 
 

@@ -232,6 +232,7 @@ class _Loader(yaml.SafeLoader):
         if node not in known:
             known[node] = None
             if isinstance(node, yaml.ScalarNode):
+                # PyYAML has no types.
                 plain = self.resolve(yaml.ScalarNode, node.value, (True, False))  # type: ignore[no-untyped-call]
                 if node.tag in _SAID_BY_VALUE and plain not in (node.tag, *_SAID_BY_VALUE[node.tag]):
                     kind = node.tag.removeprefix(_TAG)
