@@ -514,8 +514,9 @@ def test_lines_of_progress_where_there_is_no_bar(ids: Tensor, monkeypatch: pytes
     console, measures = Console(file=io.StringIO()), [ContextPerplexity(ids, (64,), windows=3)]
     hf_posenc.evaluate({"a": checkpoint("llama")}, measures, batch_size=1, console=console)
     lines = console.file.getvalue().splitlines()
-    assert lines[:3] == [f"a: perplexity, {done} of 3 batches" for done in range(3)]
-    assert lines[3].startswith("a: perplexity (100% after")
+    assert lines[0].startswith("time: about ")
+    assert lines[1:4] == [f"a: perplexity, {done} of 3 batches" for done in range(3)]
+    assert lines[4].startswith("a: perplexity (100% after")
 
 
 def test_models_are_compared_in_one_dtype(tmp_path: Path) -> None:

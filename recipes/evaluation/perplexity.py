@@ -168,12 +168,15 @@ class ContextPerplexity(Measure):
 
     def pieces(self) -> Sequence[Piece]:
         """Return all windows at each context length."""
-        rows = [(row,) for row in self._rows]
+        rows: list[tuple[Tensor, ...]] = [(row,) for row in self._rows]
+        if self._corrupt is not None:
+            # A token is corrupted at every length or at none.
+            rows = list(zip(self._rows, self._corrupt(self._rows[:, 1:]), strict=True))
         return [(context, rows, partial(self._read, context)) for context in self._contexts]
 
-    def _read(self, context: int, model: Any, rows: Tensor) -> Tensor:
+    def _read(self, context: int, model: Any, rows: Tensor, corrupted: Tensor | None = None) -> Tensor:
         """Return the losses of windows after a context, float64 `[B, 1]`."""
-        read = rows[:, :-1] if self._corrupt is None else self._corrupt(rows[:, 1:])
+        read = rows[:, :-1] if corrupted is None else corrupted
         scored = torch.ones(len(rows), self._targets, dtype=torch.bool)
         if is_masked(model):
             scored = (read != rows[:, 1:])[:, -self._targets :].cpu()

@@ -60,7 +60,7 @@ def seconds_of(
         model: Converted model with its adapter, not sharded.
         plans: Stages.
         texts: Text by length of windows.
-        suite: What is measured before, during and after the training.
+        suite: Measurement before, during and after the training.
         length: Tokens of windows whose length is null.
         teacher: Teacher, which stages without distillation leave out.
         done: Steps of each stage that a stopped run has done.

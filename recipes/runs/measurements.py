@@ -45,7 +45,7 @@ class Suite:
         contexts: Context lengths.
         options: Further arguments of `ContextPerplexity`.
         abilities: Measures by `RECALLS`.
-        notes: What is not measured, and why.
+        notes: Contexts that are left out, with the reasons.
     """
 
     ids: Tensor
@@ -146,9 +146,10 @@ class Measurements:
         return {each: grid for each, grid in grids.items() if each != _PERPLEXITY}
 
     def _key(self, name: str) -> str | int:
+        if name == NATIVE:
+            return NATIVE
         last = max((key for key in self._grids if isinstance(key, int)), default=0)
-        keys: dict[str, str | int] = {NATIVE: NATIVE, "before": 0, "after": last or -1}
-        return keys[name]
+        return 0 if name == "before" else last or -1
 
 
 def heading(grid: Grid, recalls: Mapping[str, Grid]) -> str:
