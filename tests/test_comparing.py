@@ -422,7 +422,7 @@ def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "comparison.json").write_text('{"model": "ti', encoding="utf-8")
     for folder, words in (
-        (tmp_path / "damaged", "cannot be read (JSONDecodeError"),
+        (tmp_path / "damaged", "cannot be read (ValueError: Invalid JSON"),
         ("/proc/out", "cannot be written"),
     ):
         refused = CliRunner().invoke(cli.app, ["compare", "tiny-llama", "--out", str(folder)])
