@@ -26,6 +26,13 @@ class Once(Generic[Result]):
 
     def get(self, key: Hashable, find: Callable[[], Result], device: torch.device | None = None) -> Result:
         """Return the result of a key; `find` is called if there is none, on the caller's stream of a device."""
+        if key in self._found:
+            return self._found[key]
+        if torch._C._current_graph_task_id() >= 0:
+            # In a backward pass, as under reentrant checkpointing: torch has one thread for the backward passes of a
+            # GPU, which is this one, so that another thread would wait for it forever.
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                return self._keep(key, find())
         with self._lock:
             if key not in self._found:
                 stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
@@ -35,7 +42,11 @@ class Once(Generic[Result]):
                         return find()
 
                 with ThreadPoolExecutor(1) as pool:
-                    self._found[key] = pool.submit(run).result()
-                if self._size is not None and len(self._found) > self._size:
-                    del self._found[next(iter(self._found))]
+                    self._keep(key, pool.submit(run).result())
             return self._found[key]
+
+    def _keep(self, key: Hashable, result: Result) -> Result:
+        self._found[key] = result
+        if self._size is not None and len(self._found) > self._size:
+            del self._found[next(iter(self._found))]
+        return result
