@@ -192,11 +192,13 @@ def coordinates_of(positions: Tensor, coords: Tensor | None, axes: int, dtype: t
 
 def check_tensor(name: str, value: object, *, optional: bool = False) -> None:
     """Raise `ShapeError`, which names the argument, if a value is no dense tensor."""
-    dense = isinstance(value, Tensor) and value.layout == torch.strided
-    if not dense and not (optional and value is None):
+    if optional and value is None:
+        return
+    if not isinstance(value, Tensor):
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-        kind = str(value.layout) if isinstance(value, Tensor) else kind
         raise ShapeError(f"Got {name} of type {kind}; expected a torch.Tensor{' or None' * optional}.")
+    if value.layout != torch.strided:
+        raise ShapeError(f"Got {name} of layout {value.layout}; expected a dense tensor that has numbers.")
 
 
 def check_coords(

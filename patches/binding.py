@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import CheckpointError
 from hf_posenc.patches import record
-from hf_posenc.patches.checkpoint import DAMAGED, check_complete, misshapen, read_header
+from hf_posenc.patches.checkpoint import DAMAGED, check_complete, misshapen, read_header, sort_metadata
 from hf_posenc.patches.directories import published, reading
 from hf_posenc.patches.surgery import is_of_scheme
 
@@ -40,6 +40,7 @@ def bind(folder: Path) -> None:
     if weights.exists():
         with published(weights) as unfinished:
             save_file(load_file(weights), unfinished, metadata={"format": "pt", _BOUND: _digest(_config(weights))})
+            sort_metadata(unfinished)
 
 
 def read(weights: Path) -> dict[str, Tensor]:

@@ -207,17 +207,17 @@ def seal(folder: Path) -> None:
         content = json.loads(index.read_bytes())
         shards = sorted(set(content["weight_map"].values()))
         for name in shards:
-            _set_metadata(folder / name, _UNSEALED)
+            sort_metadata(folder / name, _UNSEALED)
         parts = [f"{name} {_checksum(folder / name)}" for name in shards]
         content["metadata"][SAVE] = hashlib.sha256(" ".join(parts).encode()).hexdigest()[: len(_UNSEALED)]
         index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         saves |= dict.fromkeys(shards, content["metadata"][SAVE])
     for path in files:
         if path.suffix == ".safetensors":
-            _set_metadata(path, saves.get(path.name))
+            sort_metadata(path, saves.get(path.name))
 
 
-def _set_metadata(path: Path, save: str | None) -> None:
+def sort_metadata(path: Path, save: str | None = None) -> None:
     """Sort the metadata of a file of weights, and set its save; the bytes are replaced in one write by as many."""
     start = b'{"__metadata__":'
     with path.open("rb") as file:
@@ -229,7 +229,7 @@ def _set_metadata(path: Path, save: str | None) -> None:
     if SAVE in found and save is not None:
         found[SAVE] = save
     ordered = json.dumps(found, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    if DIGEST in found and len(ordered) == end - len(start) and ordered != text[len(start) : end]:
+    if len(ordered) == end - len(start) and ordered != text[len(start) : end]:
         with path.open("r+b") as file:
             file.seek(8 + len(start))
             file.write(ordered.encode())

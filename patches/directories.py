@@ -10,10 +10,10 @@ import os
 import re
 import secrets
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
 from filelock import FileLock
 
 from hf_posenc.errors import CheckpointError, PosencError, StorageError
@@ -132,7 +132,8 @@ def saving(
     out: Path, part_of: Callable[[str], object] = lambda name: None, *, exposed: bool = False
 ) -> contextlib.AbstractContextManager[Path]:
     """Give a directory to save to: that of `whole_files`, or `out`, if others must see it or write it meanwhile."""
-    is_shared = torch.distributed.is_available() and torch.distributed.is_initialized()
+    torch = sys.modules.get("torch")  # which commands need not import for a directory
+    is_shared = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
     return in_place(out) if exposed or is_shared else whole_files(out, part_of)
 
 

@@ -119,7 +119,7 @@ def test_long_windows_are_cut_and_batches_do_not_matter_to_what_judges() -> None
     assert match(small, ids, steps=1, batch_size=1).before == pytest.approx(whole.before, rel=1e-4)
 
 
-@pytest.mark.parametrize("rate", [0.3, 1e4, 1e37])
+@pytest.mark.parametrize("rate", [0.3, 1e4, 1e12])
 def test_a_fit_that_leads_away_is_taken_back(rate: float, caplog: pytest.LogCaptureFixture) -> None:
     """On held-out windows, where it fits those that it is given (0.3); also one that ends in what is no number."""
     torch.manual_seed(0)

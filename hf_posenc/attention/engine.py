@@ -203,9 +203,8 @@ def attend(
     optional = {"hidden": hidden, "mask": mask, "query_coords": query_coords, "key_coords": key_coords}
     for name, tensor in {**given, **optional}.items():
         check_tensor(name, tensor, optional=name in optional)
-        if tensor is not None and (tensor.is_meta or tensor.layout != torch.strided):
-            what = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
-            raise ShapeError(f"Got {name} {what}; expected a dense tensor that has numbers.")
+        if tensor is not None and tensor.is_meta:
+            raise ShapeError(f"Got {name} on the meta device; expected a dense tensor that has numbers.")
     if not torch.compiler.is_compiling() and detect_fake_mode((*given.values(), *optional.values())) is not None:
         raise ShapeError("Got fake tensors, or a mode that makes them; expected tensors that have numbers.")
     _check_shapes(scheme, given, hidden)

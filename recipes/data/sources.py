@@ -116,7 +116,7 @@ def _shared_splits(split: str, held_out: str) -> set[str]:
 
 def located(data: Data) -> Data:
     """Return the section with absolute paths of local text, which mean the same in any directory."""
-    source = _absolute(data.read_from) if _origin(data.read_from) == "files" else data.read_from
+    source = _absolute(data.read_from) if _origin(data.read_from) == "files" else data.source
     held_out = _absolute(data.held_out) if data.held_out and _holds_out_files(data) else data.held_out
     return replace(data, source=source, held_out=held_out)
 
