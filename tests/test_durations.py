@@ -66,12 +66,17 @@ def test_a_unit_is_timed_again_and_draws_nothing() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        ("swap", "scheme=kerple"),
         ("swap", "scheme=kerple", "transfer.steps=2", "native=remove", "fit=null"),
-        ("swap", "scheme=fire", "adapter=lora"),
-        ("swap", "scheme=cape", "lengthen={steps: 1, length: 64}", "evaluation.every=1"),
-        ("control", "training.gradient_checkpointing=true"),
-        ("control", f"model={DIRECTORIES['t5']}", "data=builtin", "windows=2"),
+        *(
+            pytest.param(changes, marks=pytest.mark.grid)
+            for changes in (
+                ("swap", "scheme=kerple"),
+                ("swap", "scheme=fire", "adapter=lora"),
+                ("swap", "scheme=cape", "lengthen={steps: 1, length: 64}", "evaluation.every=1"),
+                ("control", "training.gradient_checkpointing=true"),
+                ("control", f"model={DIRECTORIES['t5']}", "data=builtin", "windows=2"),
+            )
+        ),
     ],
     ids=" ".join,
 )
