@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from hf_posenc import registry
 from hf_posenc.attention import Call, Mask, run
 from hf_posenc.operands import Geometry, Positions, Tokens
-from hf_posenc.recipes.plots import style
 from hf_posenc.recipes.plots.subject import added
+from hf_posenc.recipes.reports import style
 from hf_posenc.scheme import Scheme
 
 _SEED = 0

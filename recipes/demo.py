@@ -10,10 +10,10 @@ from pathlib import Path
 from rich.console import Console
 
 from hf_posenc import __version__
+from hf_posenc.recipes.goals import read_recipe
+from hf_posenc.recipes.layout import MEASUREMENTS
 from hf_posenc.recipes.runs import run as runs
-from hf_posenc.recipes.runs.files import MEASUREMENTS
 from hf_posenc.recipes.runs.measurements import LABEL, Measurements, heading, line
-from hf_posenc.recipes.schema.recipe import Recipe
 
 CONTROL, RUN, MARKER = "control", "run", ".posenc-demo"
 
@@ -27,7 +27,7 @@ def run(folder: Path, console: Console, *, scheme: str, steps: int, windows: int
     """Train the control and the converted model, whose outcome is returned; end with a table of both."""
     keys = (f"steps={steps}", "batch_size=16", f"evaluation.windows={windows}")
     # The run finds its control in the next folder.
-    recipes = {CONTROL: Recipe.read("control", keys), RUN: Recipe.read("swap", [f"scheme={scheme}", *keys])}
+    recipes = {CONTROL: read_recipe("control", keys), RUN: read_recipe("swap", [f"scheme={scheme}", *keys])}
     parts = {
         CONTROL: "the control: the model as it is, trained on the same text",
         RUN: f"the model converted to {scheme}, trained likewise",

@@ -22,8 +22,8 @@ from hf_posenc.recipes import library
 from hf_posenc.recipes.evaluation.perplexity import TARGETS
 from hf_posenc.recipes.loading import auto_class, load_config, trained_length
 from hf_posenc.recipes.processes import bfloat16_pays
-from hf_posenc.recipes.schema import fields
-from hf_posenc.recipes.schema.recipe import MOST, Evaluation
+from hf_posenc.recipes.schema import checks, fields
+from hf_posenc.recipes.schema.recipe import MOST, Evaluation, Recipe
 from hf_posenc.registry import SchemeInfo
 from hf_posenc.scheme import Scheme
 
@@ -84,6 +84,32 @@ def recommended(config: Any) -> list[Recommendation]:
 def _data() -> Content:
     found: Content = fields.parse((Path(__file__).parent / "goals.yaml").read_text(encoding="utf-8"), "goals.yaml")
     return found
+
+
+def read_recipe(source: str | Path, overrides: Sequence[str] = (), *, config: Any = None) -> Recipe:
+    """Read and validate a recipe.
+
+    Args:
+        source: YAML file, or name of a built-in recipe, which follows from the config of the model.
+        overrides: Strings `section.key=value`, with values in YAML; they take precedence over the file. The section
+            may be left out where that is clear.
+        config: Config of the model, if it is at hand.
+
+    Raises:
+        RecipeError: The recipe does not exist, is not YAML or does not match the schema, its keys contradict each
+            other, or its scheme or options do not exist.
+        CheckpointError: The config of the model cannot be read.
+    """
+    if library.is_file(source):
+        content = fields.parse(library.content(source), str(source))
+        if not isinstance(content, dict):
+            kind = "empty" if content is None else f"a {type(content).__name__}"
+            raise RecipeError(f"{source} is {kind}; expected keys, such as model and conversion.")
+    else:
+        content, overrides = resolve(Recipe, str(source), overrides, config)
+    recipe = fields.build(Recipe, content, where=str(source), overrides=overrides)
+    checks.check(recipe, str(source))
+    return recipe
 
 
 def resolve(

@@ -35,10 +35,10 @@ import hf_posenc
 from hf_posenc import cli
 from hf_posenc.cli.application import in_syntax_of, print_json
 from hf_posenc.recipes import library
+from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.runs import run as runs
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.runs.verdict import Verdict
-from hf_posenc.recipes.schema.recipe import Recipe
 
 TINY_LLAMA = Path(hf_posenc.__file__).parent / "tiny_llama"
 
@@ -239,10 +239,10 @@ def test_recipes_lists_goals_and_recommends_at_most_five(checkpoints: dict[str, 
 
 def test_show_prints_a_file_with_every_key_after_overrides(tmp_path: Path) -> None:
     overrides = ["scheme=fire", "training.steps=7", "conversion.options.threshold=32"]
-    shown, wanted = run("recipes", "show", "swap", *overrides).stdout, Recipe.read("swap", overrides)
+    shown, wanted = run("recipes", "show", "swap", *overrides).stdout, read_recipe("swap", overrides)
     assert shown == wanted.text()
     (tmp_path / "mine.yaml").write_text(shown, encoding="utf-8")
-    assert Recipe.read(tmp_path / "mine.yaml") == wanted
+    assert read_recipe(tmp_path / "mine.yaml") == wanted
 
 
 @pytest.mark.parametrize("name", ["one", "ddp", "fsdp2", "deepspeed"])
@@ -271,7 +271,7 @@ def test_train_and_resume_run_what_was_typed(calls: list[tuple[Any, ...]], tmp_p
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert run("train", "swap", "scheme=fire", "training.steps=7", "--out", out, "data.limit=3").exit_code == 0
     assert run("resume", out).exit_code == 0
-    recipe = Recipe.read("swap", ["scheme=fire", "training.steps=7", "data.limit=3"])
+    recipe = read_recipe("swap", ["scheme=fire", "training.steps=7", "data.limit=3"])
     command = f"hf-posenc train swap scheme=fire training.steps=7 --out '{out}' data.limit=3"
     assert calls == [(recipe, out, command), (out,)]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
@@ -291,13 +291,13 @@ def test_dry_run_says_what_would_be_done(calls: list[tuple[Any, ...]], tmp_path:
 
 def test_the_control_that_a_run_proposes_skips_no_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = ["scheme=alibi", "training.skip_to=512", "lengthen={steps: 1, skip_to: 512}"]
-    (tmp_path / "recipe.yaml").write_text(Recipe.read("swap", keys).text(), encoding="utf-8")
+    (tmp_path / "recipe.yaml").write_text(read_recipe("swap", keys).text(), encoding="utf-8")
     verdict = Verdict("as good", False, (), "", wants_control=True)
     outcome = runs.Outcome(tmp_path, tmp_path / "model", Measurements(), None, verdict=verdict)
     monkeypatch.setattr(runs, "train", lambda *given, **known: outcome)
     shown = run("train", "swap", *keys, "--out", tmp_path).stdout
     words = shlex.split(next(line for line in shown.splitlines() if line.endswith("-control")))
-    control = Recipe.read(words[2], words[3 : words.index("--out")])
+    control = read_recipe(words[2], words[3 : words.index("--out")])
     assert control.conversion.scheme is control.training.skip_to is control.lengthen.skip_to is None
 
 
@@ -378,7 +378,7 @@ def test_a_run_from_recipe_to_model(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.stderr
     assert f"wrote {out}: " in done.stdout
     assert json.loads((out / "run.json").read_text(encoding="utf-8"))["command"] == shlex.join(["hf-posenc", *typed])
-    assert Recipe.read(out / "recipe.yaml") == Recipe.read("swap", ["scheme=kerple", *SMALL])
+    assert read_recipe(out / "recipe.yaml") == read_recipe("swap", ["scheme=kerple", *SMALL])
     assert run("verify", out / "model").stdout.startswith("active: kerple")
     again = run("resume", out)
     assert (again.exit_code, "finished" in again.stdout) == (0, True)
@@ -525,7 +525,7 @@ def places(checkpoints: dict[str, Path], converted: Path, tmp_path_factory: pyte
     (folder / "empty").mkdir()
     (folder / "started").mkdir()
     for path in (folder / "started" / "recipe.yaml", folder / "mine.yaml"):
-        path.write_text(Recipe.read("swap", ["scheme=fire"]).text(), encoding="utf-8")
+        path.write_text(read_recipe("swap", ["scheme=fire"]).text(), encoding="utf-8")
     adapted = folder / "adapted"
     (adapted / "model").mkdir(parents=True)
     shutil.copy(folder / "mine.yaml", adapted / "recipe.yaml")

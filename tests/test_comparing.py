@@ -32,6 +32,7 @@ from hf_posenc.recipes.comparison.run import contestants, differences
 from hf_posenc.recipes.comparison.verdict import judge, leaders
 from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, PERPLEXITY, RATIO, Grid
 from hf_posenc.recipes.evaluation.report import Report, Section
+from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.loading import load_tiny_llama
 from hf_posenc.recipes.reports import Cell, Table, render
 from hf_posenc.recipes.schema.recipe import Recipe
@@ -64,7 +65,7 @@ def test_all_have_one_budget_and_one_training_and_what_differs_is_told(tmp_path:
         assert (each.distillation.share > 0) == (name not in (NATIVE, "mine"))
     # The goal of this scheme skips positions.
     assert found["rope"].distillation == found["fire"].distillation
-    assert found["fire"].conversion == Recipe.read("swap", ["scheme=fire"]).conversion
+    assert found["fire"].conversion == read_recipe("swap", ["scheme=fire"]).conversion
     assert found[NATIVE].conversion.scheme is None
     teacher = "distillation.share=1.0, distillation.hidden=2.0, distillation.until=0.8"
     assert differences(found) == {

@@ -19,6 +19,7 @@ from rich.console import Console
 from transformers import Trainer, TrainerControl, TrainerState
 
 import hf_posenc
+from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.runs.facts import Facts, print_header
 from hf_posenc.recipes.runs.progress import Progress
 from hf_posenc.recipes.schema.recipe import Adapter, Conversion, Data, Distillation, Recipe, Training
@@ -94,7 +95,7 @@ def test_header() -> None:
 )
 def test_stages_name_the_rates_of_what_they_train(name: Any, keys: list[str], said: str) -> None:
     settings = ["scheme=kerple", "steps=5", "batch_size=1", "learning_rate=0.1", "scheme_learning_rate=0.2"]
-    assert Stage(name, Recipe.read("swap", [*settings, *keys]), 0).words(has_new=True) == said
+    assert Stage(name, read_recipe("swap", [*settings, *keys]), 0).words(has_new=True) == said
 
 
 def test_header_of_two_stacks_a_control_and_a_stream() -> None:

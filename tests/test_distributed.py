@@ -22,8 +22,8 @@ from transformers.distributed.configuration_utils import DistributedConfig
 import hf_posenc
 from hf_posenc import ArchitectureError
 from hf_posenc.recipes import library
+from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.runs import run
-from hf_posenc.recipes.schema.recipe import Recipe
 
 RECIPE = """
 model: tiny-llama
@@ -79,7 +79,7 @@ def test_two_processes_train_as_one(config: str, recipe: Path, tmp_path: Path, m
         rates = "learning_rate: 1e-4, scheme_learning_rate: 1e-4"
         text += f"transfer: {{steps: 3, {rates}}}\nlengthen: {{steps: 4, length: 48, {rates}}}\n"
         recipe.write_text(text, encoding="utf-8")
-    alone = run.train(Recipe.read(recipe), tmp_path / "one")
+    alone = run.train(read_recipe(recipe), tmp_path / "one")
     done = launch(config, recipe, tmp_path / "two", monkeypatch)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count(f"wrote {tmp_path / 'two'}") == 1

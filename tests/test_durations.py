@@ -24,10 +24,10 @@ from hf_posenc.recipes.evaluation import (
     InductionCopy,
     NeedleRetrieval,
 )
+from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.loading import load_tiny_llama
 from hf_posenc.recipes.runs import forecast, run
 from hf_posenc.recipes.runs.forecast import facts_of, seconds_for
-from hf_posenc.recipes.schema.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("plain_pictures")
 SMALL = (
@@ -85,7 +85,7 @@ def test_an_estimate_names_every_stage_and_leaves_the_run_as_it_would_be(
 ) -> None:
     """The weights of a run with an estimate are those of a silent one, which has none."""
     named = {pair.partition("=")[0] for pair in changes}
-    recipe = Recipe.read(changes[0], [*(pair for pair in SMALL if pair.partition("=")[0] not in named), *changes[1:]])
+    recipe = read_recipe(changes[0], [*(pair for pair in SMALL if pair.partition("=")[0] not in named), *changes[1:]])
     out = io.StringIO()
     told = run.train(recipe, tmp_path / "told", console=Console(file=out, width=200))
     (line,) = (line for line in out.getvalue().splitlines() if line.startswith("time "))
@@ -109,7 +109,7 @@ def test_a_stopped_run_is_estimated_from_where_it_goes_on(tmp_path: Path, monkey
     def stop(*given: Any, **known: Any) -> None:
         raise KeyboardInterrupt
 
-    recipe, quiet = Recipe.read("swap", ["scheme=fire", *SMALL]), Console(file=io.StringIO())
+    recipe, quiet = read_recipe("swap", ["scheme=fire", *SMALL]), Console(file=io.StringIO())
     with monkeypatch.context() as patching:
         patching.setattr(run.report, "write", stop)
         patching.setattr("hf_posenc.recipes.runs.run.judge", stop)
@@ -172,7 +172,7 @@ def test_eval_says_its_lengths_and_its_time_and_compare_and_layers_too(tmp_path:
 
 
 def test_the_estimate_of_a_model_that_does_not_fit_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = Recipe.read("control", SMALL)
+    recipe = read_recipe("control", SMALL)
     texts = facts_of(recipe)[1]
     monkeypatch.setattr(forecast, "available", lambda device: 1000)
     monkeypatch.setattr(forecast, "seconds_of", lambda *given, **known: pytest.fail("It would not fit."))

@@ -51,8 +51,8 @@ from hf_posenc.recipes.evaluation.measure import Workers
 from hf_posenc.recipes.evaluation.perplexity import spread_windows
 from hf_posenc.recipes.evaluation.predictions import answer_predictions
 from hf_posenc.recipes.evaluation.report import Report, Section, is_report
-from hf_posenc.recipes.evaluation.request import Request, subjects
 from hf_posenc.recipes.evaluation.text import ordinary_tokens, read_text, token_ids
+from hf_posenc.recipes.runs.request import Request, subjects
 from hf_posenc.recipes.schema.recipe import Conversion, Data, Recipe
 from hf_posenc.recipes.storage import load
 

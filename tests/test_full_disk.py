@@ -23,8 +23,8 @@ from hf_posenc import cli
 from hf_posenc.errors import RecipeError, StorageError
 from hf_posenc.patches.directories import storing
 from hf_posenc.recipes.data import sources
+from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.runs import files, run
-from hf_posenc.recipes.schema.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("plain_pictures")
 
@@ -123,7 +123,7 @@ def test_a_saved_model_stays(shards: str, tmp_path: Path) -> None:
 @pytest.mark.grid
 def test_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(text=text_file(40_000)), encoding="utf-8")
-    recipe = Recipe.read(tmp_path / "recipe.yaml")
+    recipe = read_recipe(tmp_path / "recipe.yaml")
     run.train(recipe, tmp_path / "other")
     folder, publish, room = tmp_path / "run", files.publish, contextlib.ExitStack()
 

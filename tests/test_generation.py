@@ -18,8 +18,8 @@ from hf_posenc.recipes.data.collation import corruptor
 from hf_posenc.recipes.data.text import builtin_text
 from hf_posenc.recipes.evaluation import Generation, generation
 from hf_posenc.recipes.evaluation.generation import TASKS, compared
+from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.runs import run
-from hf_posenc.recipes.schema.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("plain_pictures")
 
@@ -96,7 +96,7 @@ def test_a_run_says_what_its_model_writes(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(generation, "_UP_TO", (4, 8))
     changes = ["scheme=kerple", *(f"training.{key}" for key in ("steps=1", "length=32", "batch_size=2"))]
     changes += ["evaluation.contexts=[64]", "evaluation.windows=2", "evaluation.prompts=2", "transfer.steps=0"]
-    recipe = Recipe.read("swap", [*changes, "model=tiny-llama", "conversion.fit=null"])
+    recipe = read_recipe("swap", [*changes, "model=tiny-llama", "conversion.fit=null"])
     folder = run.train(recipe, tmp_path / "run").folder
     for page in ("table.md", "model/README.md"):
         assert "Greedy continuations of 2 prompts" in (folder / page).read_text(encoding="utf-8")

@@ -24,6 +24,7 @@ from hf_posenc import OptionError, RecipeError, UnknownSchemeError
 from hf_posenc.patches.plan import skeleton
 from hf_posenc.patches.rotary import native_rope, set_rope
 from hf_posenc.recipes import goals, library, memory, processes
+from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.runs import run
 from hf_posenc.recipes.schema import checks, fields
 from hf_posenc.recipes.schema.recipe import Recipe, Training
@@ -58,7 +59,7 @@ def read(name: str, source: str, *overrides: str, length: int | None = None) -> 
     if length is not None:
         config = replaced(config, max_position_embeddings=length)
     text = [] if any(pair.startswith("data") for pair in overrides) else ["data=builtin"]
-    return Recipe.read(source, ["model=here", *text, *overrides], config=config)
+    return read_recipe(source, ["model=here", *text, *overrides], config=config)
 
 
 @pytest.mark.parametrize("name", once(CONFIGS))
@@ -70,7 +71,7 @@ def test_no_recipe_refuses_a_model_that_it_is_recommended_for(name: str) -> None
     for source, *pairs in found:
         if source == "extend" and pairs and pairs[0].removeprefix("by=") in hf_posenc.schemes():
             continue  # As in a swap.
-        recipe = Recipe.read(source, ["model=here", "data=builtin", *pairs], config=config)
+        recipe = read_recipe(source, ["model=here", "data=builtin", *pairs], config=config)
         length, own = checks.lengths(recipe, config)
         conversion = recipe.conversion
         if conversion.scheme is not None and source != "extend":
@@ -117,10 +118,10 @@ def test_what_a_goal_needs_and_how_layers_leave_their_encoding() -> None:
     assert read("llama", "remove", "layers=every:2").conversion.native == "handover"
     assert read("llama", "remove", "layers=every:2", "window=8").conversion.native == "remove"
     with pytest.raises(RecipeError, match="swap needs a scheme"):
-        Recipe.read("swap")
+        read_recipe("swap")
     for earlier, now in (("gpt2-fire", "swap scheme=fire"), ("drope", "remove"), ("llama-rope", "extend by=base")):
         with pytest.raises(RecipeError, match=f"no recipe '{earlier}'. Take {now} model=DIR"):
-            Recipe.read(earlier)
+            read_recipe(earlier)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ def test_a_model_of_real_size_begins_with_the_attention_transfer(monkeypatch: py
     config = replaced(CONFIGS["llama"], hidden_size=512, max_position_embeddings=1024)
 
     def size(*overrides: str, scheme: str = "kerple") -> tuple[int, int | None]:
-        transfer = Recipe.read(
+        transfer = read_recipe(
             "swap", ["model=here", "data=builtin", f"scheme={scheme}", *overrides], config=config
         ).transfer
         return transfer.steps, transfer.batch_size
@@ -187,7 +188,7 @@ def test_precision_follows_from_model_and_processor(tmp_path: Path, monkeypatch:
     wide = LlamaConfig(hidden_size=256, num_attention_heads=4, num_hidden_layers=2, dtype=torch.bfloat16)
 
     def precision(config: Any, *overrides: str) -> str:
-        return Recipe.read("control", overrides, config=config).training.precision
+        return read_recipe("control", overrides, config=config).training.precision
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     doors = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
@@ -221,7 +222,7 @@ def test_a_run_in_bfloat16_on_a_cpu_keeps_its_weights_in_float32(
         f"data={text_file()}",
         "scheme_learning_rate=0",
     ]
-    recipe = Recipe.read("swap", [*keys, "learning_rate=1e-6"], config=config)
+    recipe = read_recipe("swap", [*keys, "learning_rate=1e-6"], config=config)
     assert recipe.training.precision == "bfloat16"
     found = run.train(recipe, tmp_path / "out")
     before, after = (AutoModelForCausalLM.from_pretrained(place) for place in (DIRECTORIES["llama"], found.model))
@@ -291,13 +292,13 @@ def test_rope_parameters_are_refused_and_nothing_changes(changes: dict[str, Any]
 
 def test_an_extended_model_is_a_stock_one_that_says_its_length(tmp_path: Path) -> None:
     small = ["steps=1", "batch_size=2", "data.limit=400", "windows=2", "evaluation.contexts=[64]", "length=64"]
-    recipe = Recipe.read("extend", small)
+    recipe = read_recipe("extend", small)
     outcome = run.train(recipe, tmp_path / "run")
     model = AutoModelForCausalLM.from_pretrained(outcome.model)
     assert type(model).__module__.startswith("transformers.")
     assert model.config.max_position_embeddings == 512
     assert model.config.rope_parameters["rope_type"] == "yarn"
-    assert Recipe.read(tmp_path / "run" / "recipe.yaml") == recipe
+    assert read_recipe(tmp_path / "run" / "recipe.yaml") == recipe
     # The native model was measured with its own rotation.
     native, first = (outcome.measurements.curve(name) for name in ("native", "before"))
     assert native is not None

@@ -15,8 +15,8 @@ from test_matrix import DEFAULT, OTHERS
 from torch import Tensor
 
 import hf_posenc
+from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.runs import run as runs
-from hf_posenc.recipes.schema.recipe import Recipe
 from hf_posenc.recipes.training.fit_bias import fit
 
 pytestmark = [
@@ -137,7 +137,7 @@ def test_a_run(scheme: str, precision: str, tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(RECIPE, encoding="utf-8")
     changes = [f"data.source={text_file()}", f"conversion.scheme={scheme}", f"training.precision={precision}"]
-    outcome = runs.train(Recipe.read(file, changes), tmp_path / "out")
+    outcome = runs.train(read_recipe(file, changes), tmp_path / "out")
     assert json.loads((tmp_path / "out" / "run.json").read_text(encoding="utf-8"))["transfer"]["accepted"]
     native, before, after = (outcome.measurements.curve(name).at(64).mean for name in ("native", "before", "after"))
     assert native < after < before

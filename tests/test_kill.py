@@ -23,6 +23,8 @@ import yaml
 from models import text_file
 from safetensors.torch import load_file
 
+from hf_posenc.recipes.goals import read_recipe
+
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGKILL")
 
 RECIPE = """
@@ -41,11 +43,10 @@ def work(recipe: str, folder: str, done: str) -> None:
     from transformers.utils import logging
 
     from hf_posenc.recipes.runs import run
-    from hf_posenc.recipes.schema.recipe import Recipe
 
     torch.set_num_threads(1)
     logging.set_verbosity_error()
-    outcome = run.train(Recipe.read(recipe), Path(folder))
+    outcome = run.train(read_recipe(recipe), Path(folder))
     Path(done).write_text(json.dumps(outcome.loss), encoding="utf-8")
 
 

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc import cli
+from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.runs import run
-from hf_posenc.recipes.schema.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("plain_pictures")
 
@@ -60,7 +60,7 @@ def test_from_a_stock_checkpoint_to_the_hub_and_back(name: str, tmp_path: Path) 
     text.write_text("\n\n".join(topics[topic] for topic in sorted(topics))[:30_000], encoding="utf-8")
     changes = f"""scheme={scheme} model={base} data.source={text} conversion.fit=null training.length=64
         training.batch_size=4 training.steps=2""".split()
-    outcome = run.train(Recipe.read("swap", [*changes, "evaluation={contexts: [64], windows: 4}"]), tmp_path / "run")
+    outcome = run.train(read_recipe("swap", [*changes, "evaluation={contexts: [64], windows: 4}"]), tmp_path / "run")
     trained = auto.from_pretrained(outcome.model)
     with serving(Hub(), tmp_path / "home"):
         trained.push_to_hub("me/model")

@@ -18,8 +18,9 @@ from hf_posenc.errors import OptionError, RecipeError, ShapeError
 from hf_posenc.recipes.data.collation import Masking
 from hf_posenc.recipes.data.windows import load_data
 from hf_posenc.recipes.evaluation.perplexity import context_curve
-from hf_posenc.recipes.evaluation.request import Request
+from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.runs import run
+from hf_posenc.recipes.runs.request import Request
 from hf_posenc.recipes.schema.checks import lengths
 from hf_posenc.recipes.schema.recipe import Data, Recipe
 from hf_posenc.recipes.training import distillation
@@ -58,7 +59,7 @@ def folders(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 def recipe(folders: dict[str, Path], name: str, *overrides: str) -> Recipe:
     tiny = [f"training.{pair}" for pair in ("steps=3", "length=64", "batch_size=4", "learning_rate=1e-3")]
     sources = (f"model={folders[name]}", f"data.source={text_file(40_000)}")
-    return Recipe.read(
+    return read_recipe(
         "swap", ["scheme=kerple", *tiny, *sources, "evaluation={contexts: [64], windows: 2}", *overrides]
     )
 

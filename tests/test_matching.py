@@ -18,10 +18,11 @@ from rich.console import Console
 
 import hf_posenc
 from hf_posenc.errors import NotPatchedError, OptionError, ShapeError
+from hf_posenc.recipes import layout
 from hf_posenc.recipes.data.text import builtin_text
+from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.loading import load_tiny_llama
-from hf_posenc.recipes.runs import files, run
-from hf_posenc.recipes.schema.recipe import Recipe
+from hf_posenc.recipes.runs import run
 from hf_posenc.recipes.training import fit_bias
 from hf_posenc.recipes.training import transfer as matching
 from hf_posenc.recipes.training.transfer import AttentionTransfer, match
@@ -243,10 +244,10 @@ def test_a_run_says_that_its_start_was_not_fitted(tmp_path: Path, monkeypatch: p
     losses = iter((1.0, 2.0))
     monkeypatch.setattr(fit_bias, "_loss", lambda *given: next(losses))
     small = ["training.steps=1", "training.length=64", "evaluation.contexts=[64]", "evaluation.windows=2"]
-    recipe = Recipe.read("swap", ["scheme=kerple", *small, "training.batch_size=2", "distillation={}"])
+    recipe = read_recipe("swap", ["scheme=kerple", *small, "training.batch_size=2", "distillation={}"])
     console = Console(record=True, width=200, file=io.StringIO())
     run.train(recipe, tmp_path / "out", console=console)
-    record = json.loads((tmp_path / "out" / files.RUN).read_text(encoding="utf-8"))
+    record = json.loads((tmp_path / "out" / layout.RUN).read_text(encoding="utf-8"))
     sentence = record["fit"]["sentence"]
     assert record["fit"]["accepted"] is False
     assert "not changed" in sentence

@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 import hf_posenc
 from hf_posenc.cli import app
 from hf_posenc.cli import evaluate as commands
-from hf_posenc.recipes.evaluation.request import MEASURES
 from hf_posenc.recipes.intervals import Interval
 from hf_posenc.recipes.plots import curves, figures, kinds, style
+from hf_posenc.recipes.runs.request import MEASURES
 from hf_posenc.structures import Numbers, Picture
 
 HEADS, LENGTH, TOKENS = 4, 32, 9

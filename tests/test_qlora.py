@@ -19,8 +19,9 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hf_posenc
+from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.runs import run
-from hf_posenc.recipes.schema.recipe import Adapter, Recipe
+from hf_posenc.recipes.schema.recipe import Adapter
 from hf_posenc.recipes.training.adapter import attach, keep_unpacked, quantization
 from hf_posenc.recipes.training.distillation import Teacher
 
@@ -99,7 +100,7 @@ def test_qlora(scheme: str, adapter: Adapter, folder: Path, tmp_path: Path) -> N
 def test_a_recipe_trains_over_four_bits(kind: str, tmp_path: Path) -> None:
     changes = f"""scheme=kerple adapter.four_bit=true adapter.kind={kind} training.steps=2 training.batch_size=2
         training.length=32 data.limit=50 distillation.share=0.5 evaluation.windows=2 evaluation.contexts=[64]""".split()
-    outcome = run.train(Recipe.read("swap", changes), tmp_path / "out")
+    outcome = run.train(read_recipe("swap", changes), tmp_path / "out")
     assert AutoPeftModelForCausalLM.from_pretrained(outcome.model).peft_config
 
 

@@ -23,6 +23,7 @@ from transformers import AutoConfig, get_scheduler
 import hf_posenc
 from hf_posenc import RecipeError
 from hf_posenc.recipes import library
+from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.schema import fields
 from hf_posenc.recipes.schema.recipe import Conversion, Data, Recipe, Schedule, Training
 
@@ -33,7 +34,7 @@ def read(folder: Path, text: str | bytes, *overrides: str) -> Recipe:
     """Read a recipe with this text."""
     path = folder / "mine.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return Recipe.read(path, overrides)
+    return read_recipe(path, overrides)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -122,7 +123,7 @@ def test_text_reads_as_the_recipe(
     )
     path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
     path.write_text(recipe.text(), encoding="utf-8")
-    assert Recipe.read(path) == recipe
+    assert read_recipe(path) == recipe
     # And other readers of YAML see the same.
     assert yaml.safe_load(recipe.text()) == dataclasses.asdict(recipe)
 
@@ -283,7 +284,7 @@ def test_every_key_takes_or_refuses_every_value(name: str, turns: int) -> None:
         for value in HOSTILE[turn % turns :: turns]:
             given = [pair for pair in scheme if key != "conversion.scheme"]
             try:
-                Recipe.read(name, [*given, f"{key}={value}"], config=config)
+                read_recipe(name, [*given, f"{key}={value}"], config=config)
             except hf_posenc.PosencError as error:
                 one_line(error)
 
@@ -357,7 +358,7 @@ def test_there_is_no_such_recipe(tmp_path: Path) -> None:
         str(tmp_path): "There is no recipe",
     }.items():
         with pytest.raises(RecipeError, match=re.escape(expected)):
-            Recipe.read(source)
+            read_recipe(source)
 
 
 def test_words_from_elsewhere_lead_to_keys_that_are_there() -> None:

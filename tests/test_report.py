@@ -22,15 +22,17 @@ from test_display import FACTS, facts_with
 
 import hf_posenc
 from hf_posenc.cli import train as command
+from hf_posenc.recipes import layout
 from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid
 from hf_posenc.recipes.evaluation.grid import successes as shares
 from hf_posenc.recipes.evaluation.recall import RECALLS
-from hf_posenc.recipes.runs import files, report, verdict
+from hf_posenc.recipes.goals import read_recipe
+from hf_posenc.recipes.runs import report, verdict
 from hf_posenc.recipes.runs.measurements import NATIVE, Measurements
 from hf_posenc.recipes.runs.progress import Pace
 from hf_posenc.recipes.runs.report import Results
 from hf_posenc.recipes.runs.verdict import judge
-from hf_posenc.recipes.schema.recipe import Recipe, Transfer
+from hf_posenc.recipes.schema.recipe import Transfer
 
 PACE = Pace(0.25, 8192.0, 300 * 2**20, 199)
 LOG = [{"step": 1, "loss": 4.5, "learning_rate": 1e-3}, {"step": 200, "loss": 2.25}, {"step": 200, "train_loss": 3.0}]
@@ -333,7 +335,7 @@ def test_what_nobody_can_do_is_not_lost() -> None:
 
 
 def test_a_verdict_needs_32_windows_or_says_so() -> None:
-    assert Recipe.read("swap", ["scheme=fire"]).evaluation.windows == verdict.LEAST == 32
+    assert read_recipe("swap", ["scheme=fire"]).evaluation.windows == verdict.LEAST == 32
     few, many = (str(judge(two_models(2.0, 1.9, count=count), FACTS)) for count in (4, 32))
     assert "as far as 4 windows can tell" in few
     assert "windows can tell" not in many
@@ -372,7 +374,7 @@ def test_the_control_is_the_measure_where_there_is_one() -> None:
 
 
 def test_the_control_is_found_beside_the_run(tmp_path: Path) -> None:
-    recipe, control = Recipe.read("swap", ["scheme=fire"]), Recipe.read("control")
+    recipe, control = read_recipe("swap", ["scheme=fire"]), read_recipe("control")
     training, adapter, conversion = control.training, control.adapter, control.conversion
     recipes = {
         "a-shorter": dataclasses.replace(control, training=dataclasses.replace(training, steps=7)),
@@ -383,19 +385,19 @@ def test_the_control_is_found_beside_the_run(tmp_path: Path) -> None:
         "z-control": control,
     }
     for name, each in recipes.items():
-        (tmp_path / name / files.MODEL).mkdir(parents=True)
-        (tmp_path / name / files.RECIPE).write_text(each.text(), encoding="utf-8")
-        written = Measurements(tmp_path / name / files.MEASUREMENTS)
+        (tmp_path / name / layout.MODEL).mkdir(parents=True)
+        (tmp_path / name / layout.RECIPE).write_text(each.text(), encoding="utf-8")
+        written = Measurements(tmp_path / name / layout.MEASUREMENTS)
         written.record(NATIVE, two_models(len(name), 2.0).at(NATIVE))
     found = verdict.control_of(tmp_path / "fire", recipe, "it")
     assert torch.equal(found.at(NATIVE).samples, two_models(len("z-control"), 2.0).at(NATIVE).samples)
     assert verdict.control_of(tmp_path / "b-yarn", recipes["b-yarn"], "it") is not None
     assert verdict.control_of(tmp_path / "z-control", control, "it") is None
-    record = tmp_path / "z-control" / files.RUN
+    record = tmp_path / "z-control" / layout.RUN
     record.write_text('{"text": "another"}', encoding="utf-8")
     assert verdict.control_of(tmp_path / "fire", recipe, "it") is None
     record.unlink()
-    (tmp_path / "z-control" / files.MODEL).rmdir()
+    (tmp_path / "z-control" / layout.MODEL).rmdir()
     assert verdict.control_of(tmp_path / "fire", recipe, "it") is None
 
 
@@ -416,14 +418,14 @@ def test_a_bad_run_is_not_offered(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_the_offered_control_is_a_recipe_that_is_found(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe, folder = Recipe.read(words[0], words[1:]), tmp_path / "a run"
+    recipe, folder = read_recipe(words[0], words[1:]), tmp_path / "a run"
     folder.mkdir()
-    (folder / files.RECIPE).write_text(recipe.text(), encoding="utf-8")
+    (folder / layout.RECIPE).write_text(recipe.text(), encoding="utf-8")
     outcome = SimpleNamespace(folder=folder, already=False, verdict=judge(two_models(2.0, 1.9), FACTS))
     command._follow(folder, lambda console: outcome)
     offered = next(line for line in capsys.readouterr().out.splitlines() if "hf-posenc train" in line)
     _, _, source, *changes, _, out = shlex.split(offered)
-    control = Recipe.read(source, changes)
-    (Path(out) / files.MODEL).mkdir(parents=True)
-    (Path(out) / files.RECIPE).write_text(control.text(), encoding="utf-8")
+    control = read_recipe(source, changes)
+    (Path(out) / layout.MODEL).mkdir(parents=True)
+    (Path(out) / layout.RECIPE).write_text(control.text(), encoding="utf-8")
     assert verdict.control_of(folder, recipe, "it") is not None

@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_posenc
 from hf_posenc import CheckpointError, RecipeError
+from hf_posenc.recipes import layout
+from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.loading import place
 from hf_posenc.recipes.processes import enough_threads
 from hf_posenc.recipes.runs import files, run
@@ -47,7 +49,7 @@ def read(tmp_path: Path) -> Any:
     def make(*overrides: str) -> Recipe:
         path = tmp_path / "recipe.yaml"
         path.write_text(BASE, encoding="utf-8")
-        return Recipe.read(path, [f"data.source={text_file()}", *overrides])
+        return read_recipe(path, [f"data.source={text_file()}", *overrides])
 
     return make
 
@@ -75,7 +77,7 @@ def stopped_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, Path
     """A recipe with a text of its own, and its run, stopped after the first checkpoint."""
     folder = tmp_path_factory.mktemp("stopped")
     (folder / "recipe.yaml").write_text(BASE, encoding="utf-8")
-    recipe = Recipe.read(folder / "recipe.yaml", [f"data.source={shutil.copy(text_file(), folder / 'mine.txt')}"])
+    recipe = read_recipe(folder / "recipe.yaml", [f"data.source={shutil.copy(text_file(), folder / 'mine.txt')}"])
     with pytest.MonkeyPatch.context() as patch:
         stop_after(patch, 1)
         with pytest.raises(Stop):
@@ -118,7 +120,7 @@ def test_the_folder_of_a_run(read: Any, tmp_path: Path) -> None:
         "table.md",
     }
     assert {path.name for path in (out / "checkpoints").iterdir()} == {".lock", "checkpoint-4"}
-    assert Recipe.read(out / "recipe.yaml") == recipe
+    assert read_recipe(out / "recipe.yaml") == recipe
     record = json.loads((out / "run.json").read_text(encoding="utf-8"))
     assert record["command"] == "hf-posenc train it"
     assert [start["step"] for start in record["starts"]] == [0]
@@ -157,7 +159,7 @@ def test_layers_with_the_native_encoding_may_see_a_window(read: Any, tmp_path: P
 
 def test_a_recipe_that_was_changed_since_is_not_resumed(stopped: tuple[Recipe, Path]) -> None:
     recipe, out = stopped
-    path = out / files.RECIPE
+    path = out / layout.RECIPE
     path.write_text(recipe.text().replace("learning_rate: 0.001", "learning_rate: 0.002"), encoding="utf-8")
     with pytest.raises(
         RecipeError,
@@ -173,7 +175,7 @@ def test_a_recipe_that_was_changed_since_is_not_resumed(stopped: tuple[Recipe, P
     # The recipe itself goes on, also with a tuple where its file has a list, and is put back.
     path.write_text(recipe.text(), encoding="utf-8")
     assert run.train(changed(recipe, evaluation={"contexts": (64,)}), out).model.is_dir()
-    assert Recipe.read(path) == recipe
+    assert read_recipe(path) == recipe
 
 
 def test_a_text_that_was_changed_since_is_noticed(stopped: tuple[Recipe, Path]) -> None:
@@ -227,7 +229,7 @@ def stopped_with_own_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(text_file(), folder / "mine.txt")
     (folder / "recipe.yaml").write_text(BASE, encoding="utf-8")
     keys = [f"data.source={folder / 'mine.txt'}", f"model={folder / 'mine'}", "distillation.share=0.5"]
-    recipe = Recipe.read(folder / "recipe.yaml", [*keys, f"distillation.teacher={folder / 'teacher'}"])
+    recipe = read_recipe(folder / "recipe.yaml", [*keys, f"distillation.teacher={folder / 'teacher'}"])
     with pytest.MonkeyPatch.context() as patch:
         stop_after(patch, 1)
         with pytest.raises(Stop):
@@ -275,13 +277,13 @@ def test_a_run_is_resumed_in_any_directory(read: Any, tmp_path: Path, monkeypatc
 def test_a_damaged_record_is_an_error(stopped: tuple[Recipe, Path]) -> None:
     recipe, out = stopped
     for content in (b'{"command": "hf-po', b"[]", b'{"starts": 5}', b"\xff"):
-        (out / files.RUN).write_bytes(content)
+        (out / layout.RUN).write_bytes(content)
         for call in (lambda: run.resume(out), lambda: run.train(recipe, out)):
             with pytest.raises(
                 CheckpointError, match=r"run\.json cannot be read .*\. Remove the file to go on without"
             ):
                 call()
-    (out / files.RUN).unlink()
+    (out / layout.RUN).unlink()
     with pytest.raises(RecipeError, match=r"training\.steps was 6 and is 7"):
         run.train(changed(recipe, training={"steps": 7}), out)
     assert run.resume(out).model.is_dir()
@@ -289,7 +291,7 @@ def test_a_damaged_record_is_an_error(stopped: tuple[Recipe, Path]) -> None:
 
 def test_a_damaged_recipe_of_a_run_is_an_error(tmp_path: Path) -> None:
     for content in ("model: tiny-llama\nconv", "model: 'tiny", "", "model: tiny-llama\n"):
-        (tmp_path / files.RECIPE).write_text(content, encoding="utf-8")
+        (tmp_path / layout.RECIPE).write_text(content, encoding="utf-8")
         with pytest.raises(RecipeError, match=r"recipe\.yaml"):
             run.resume(tmp_path)
 
@@ -541,7 +543,7 @@ def test_lengths_are_checked_before_anything_is_measured(case: str, tmp_path: Pa
     architecture, _, scheme = name.partition("-")
     pairs = [f"model={DIRECTORIES[architecture]}", "data=builtin", "training.steps=1"]
     pairs += [key if key.startswith("lengthen") else f"training.{key}" for key in changes]
-    recipe = Recipe.read(*(("swap", [f"scheme={scheme}", *pairs]) if scheme else ("control", pairs)))
+    recipe = read_recipe(*(("swap", [f"scheme={scheme}", *pairs]) if scheme else ("control", pairs)))
     with pytest.raises(RecipeError, match=said):
         run.train(recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -563,7 +565,7 @@ def test_the_teacher_of_an_extended_model_has_its_own_rotation(tmp_path: Path, m
     monkeypatch.setattr(run, "adaptation_trainer", caught)
     changes = ["by=base", "distillation.share=1.0", "training.steps=1", "windows=2", "evaluation.contexts=[64]"]
     with pytest.raises(Stop):
-        run.train(Recipe.read("extend", changes), tmp_path / "out")
+        run.train(read_recipe("extend", changes), tmp_path / "out")
     assert found == [10_000]
 
 
@@ -584,7 +586,7 @@ def test_the_length_of_a_config_is_left_alone_where_frequencies_follow_from_it()
 def test_windows_may_be_longer_than_a_table_that_is_gone(tmp_path: Path) -> None:
     changes = ["training.length=160", "training.steps=1", "conversion.native=remove", "evaluation.contexts=[64, 160]"]
     changes += ["training.batch_size=2"]
-    recipe = Recipe.read("swap", ["scheme=fire", f"model={DIRECTORIES['gpt2']}", *changes, "data=builtin"])
+    recipe = read_recipe("swap", ["scheme=fire", f"model={DIRECTORIES['gpt2']}", *changes, "data=builtin"])
     assert recipe.distillation.hidden  # the teacher still has its table, and reads in pieces
     assert 160 in run.train(recipe, tmp_path / "out").measurements.curve("after").points
 
@@ -607,14 +609,14 @@ def test_of_two_new_runs_the_second_to_begin_gives_way(
     out, claim = tmp_path / "out", run._Run._claim
 
     def late(self: Any, facts: Any) -> None:
-        (out / files.CHECKPOINTS).mkdir(parents=True)
+        (out / layout.CHECKPOINTS).mkdir(parents=True)
         with FileLock(out / files.LOCK):
             claim(self, facts)
 
     monkeypatch.setattr(run._Run, "_claim", late)
     with pytest.raises(RecipeError, match="is being written by another process"):
         run.train(read(), out)
-    assert not (out / files.RECIPE).exists()
+    assert not (out / layout.RECIPE).exists()
 
 
 def test_a_converted_model_is_trained_on_as_it_is_or_not_at_all(read: Any, tmp_path: Path) -> None:

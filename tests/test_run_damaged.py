@@ -16,8 +16,9 @@ from test_recipe_files import one_line, strict_json
 from test_run import BASE, Stop, stop_after, text_file, weights
 
 from hf_posenc import PosencError
+from hf_posenc.recipes import layout
+from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.runs import files, run
-from hf_posenc.recipes.schema.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("plain_pictures")
 
@@ -31,7 +32,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], Pat
     folder, found = tmp_path_factory.mktemp("runs"), {}
     (folder / "recipe.yaml").write_text(BASE, encoding="utf-8")
     keys = [f"data.source={text_file()}", "transfer.steps=2", "training.steps=3", "saving={every: 1}"]
-    recipe = Recipe.read(folder / "recipe.yaml", keys)
+    recipe = read_recipe(folder / "recipe.yaml", keys)
     for stage, saves in STOPS.items():
         with pytest.MonkeyPatch.context() as patch:
             stop_after(patch, saves)
@@ -43,8 +44,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], Pat
 
 def test_a_finished_run_has_strict_json_and_no_transfer(runs: tuple[dict[str, Path], Path]) -> None:
     stopped, model = runs
-    assert (stopped["training"] / files.CHECKPOINTS / "transfer" / files.TRANSFERRED).is_file()
-    assert not (model.parent / files.CHECKPOINTS / "transfer").exists()
+    assert (stopped["training"] / layout.CHECKPOINTS / "transfer" / files.TRANSFERRED).is_file()
+    assert not (model.parent / layout.CHECKPOINTS / "transfer").exists()
     for path in [*model.parent.glob("*.json"), *model.parent.rglob(files.MARKER)]:
         strict_json(path.read_text(encoding="utf-8"))
 

@@ -22,8 +22,9 @@ from typer.testing import CliRunner
 import hf_posenc
 from hf_posenc.cli import app
 from hf_posenc.errors import OptionError, RecipeError
-from hf_posenc.recipes import memory
-from hf_posenc.recipes.runs import files, run
+from hf_posenc.recipes import layout, memory
+from hf_posenc.recipes.goals import read_recipe
+from hf_posenc.recipes.runs import run
 from hf_posenc.recipes.schema.recipe import Recipe, Training
 from hf_posenc.recipes.training.adapter import attach
 from hf_posenc.recipes.training.layers import layer_costs
@@ -44,7 +45,7 @@ LONG = "lengthen={steps: 4, length: 128, batch_size: 1}"
 def recipe_of(*changes: str, architecture: str = "llama") -> Recipe:
     given = ["scheme=kerple", f"model={DIRECTORIES[architecture]}", f"data.source={text_file()}", *SMALL]
     named = {pair.partition("=")[0] for pair in changes}
-    return Recipe.read("swap", [*(pair for pair in given if pair.partition("=")[0] not in named), *changes])
+    return read_recipe("swap", [*(pair for pair in given if pair.partition("=")[0] not in named), *changes])
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +132,7 @@ def test_long_windows_are_mixed_with_short_ones_and_keep_a_teacher_that_has_not_
 
 
 def test_long_windows_have_no_encoder_decoder_as_teacher() -> None:
-    recipe = Recipe.read("swap", ["scheme=fire", "distillation={share: 1.0}", "lengthen={steps: 1}"])
+    recipe = read_recipe("swap", ["scheme=fire", "distillation={share: 1.0}", "lengthen={steps: 1}"])
     for architecture, taught in (("llama", [True, True]), ("t5", [True, False])):
         plans = stages(replace(recipe, transfer=replace(recipe.transfer, steps=0)), stock(architecture))
         assert [plan.recipe.distillation.distils for plan in plans] == taught
@@ -148,7 +149,7 @@ def test_long_windows_after_a_handover_know_no_table(adapter: str, tmp_path: Pat
 def test_the_transfer_brings_attention_nearer(whole: run.Outcome) -> None:
     course = dict(whole.measurements.course())
     assert course[20].at(64).mean < course[0].at(64).mean
-    record = json.loads((whole.folder / files.RUN).read_text(encoding="utf-8"))
+    record = json.loads((whole.folder / layout.RUN).read_text(encoding="utf-8"))
     assert record["transfer"]["accepted"]
     assert len(record["transfer"]["after"]) == 4
     assert [words.partition(":")[0] for words in record["stages"]] == ["attention transfer", "training", "long windows"]
@@ -327,7 +328,7 @@ def test_a_scheme_that_nothing_fitted_learns_as_in_a_transfer() -> None:
         ("swap", ["scheme=fire", "native=keep"], [5]),
         ("control", [], [5]),
     ):
-        plans = stages(Recipe.read(goal, changes), model)
+        plans = stages(read_recipe(goal, changes), model)
         rates_of = [(plan.recipe.training.scheme_learning_rate, plan.recipe.training.learning_rate) for plan in plans]
         assert [new / old for new, old in rates_of if new and old] == pytest.approx(factors), changes
 
@@ -362,10 +363,10 @@ def test_a_quarter_of_a_short_text_judges_the_transfer() -> None:
 def test_what_a_transfer_cannot_do(tmp_path: Path) -> None:
     for goal, changes in (("swap", ["scheme=kerple", "native=keep"]), ("control", [])):
         with pytest.raises(RecipeError, match=r"transfer.steps is 4, but conversion\."):
-            Recipe.read(goal, [*changes, "transfer.steps=4"])
+            read_recipe(goal, [*changes, "transfer.steps=4"])
     with pytest.raises(RecipeError, match=r"transfer.projections is False, which does nothing without transfer.steps"):
-        Recipe.read("swap", ["scheme=kerple", "transfer={projections: false}"])
-    assert Recipe.read("swap", ["scheme=kerple", "fit=attention", "transfer.batch_size=2"]).transfer.batch_size == 2
+        read_recipe("swap", ["scheme=kerple", "transfer={projections: false}"])
+    assert read_recipe("swap", ["scheme=kerple", "fit=attention", "transfer.batch_size=2"]).transfer.batch_size == 2
     with pytest.raises(OptionError, match="adds its own encoding"):
         run.train(recipe_of("conversion.native=remove", architecture="gpt2"), tmp_path / "out")
-    assert not (tmp_path / "out" / files.MEASUREMENTS).exists()
+    assert not (tmp_path / "out" / layout.MEASUREMENTS).exists()

@@ -100,10 +100,10 @@ def layers(
     from hf_posenc.patches.architecture import of_model
     from hf_posenc.recipes import durations
     from hf_posenc.recipes.data.collation import corruptor
-    from hf_posenc.recipes.evaluation.request import text_for
     from hf_posenc.recipes.evaluation.text import read_text, token_ids
     from hf_posenc.recipes.loading import load, trained_length
     from hf_posenc.recipes.processes import processes
+    from hf_posenc.recipes.runs.request import text_for
     from hf_posenc.recipes.training.layers import layer_costs
 
     quiet()

@@ -53,7 +53,7 @@ def evaluate(
     from rich.console import Console
 
     from hf_posenc.recipes.evaluation.report import DATA, is_report
-    from hf_posenc.recipes.evaluation.request import Request
+    from hf_posenc.recipes.runs.request import Request
 
     request = Request(
         models=tuple(models),
@@ -171,7 +171,7 @@ def plot(
 def _load(directory: str) -> tuple[Any, Any]:
     """Return the model in a directory, with an adapter merged into it, and its tokenizer or `None`."""
     from hf_posenc.patches import adapters
-    from hf_posenc.recipes.evaluation.request import Subject, model_in
+    from hf_posenc.recipes.runs.request import Subject, model_in
 
     source = model_in(directory)
     base = Subject("", source).base

@@ -72,10 +72,10 @@ def recipes(
 @recipes_app.command()
 def show(recipe: Name, overrides: Overrides = None) -> None:
     """Print a recipe with all keys and overrides, as a file to edit: `> mine.yaml`."""
-    from hf_posenc.recipes.schema.recipe import Recipe
+    from hf_posenc.recipes.goals import read_recipe
 
     quiet()
-    typer.echo(Recipe.read(recipe, overrides or []).text(), nl=False)
+    typer.echo(read_recipe(recipe, overrides or []).text(), nl=False)
 
 
 @recipes_app.command()
@@ -95,10 +95,10 @@ def train(
     dry_run: Annotated[bool, Option("--dry-run", help="Print what would be done; write nothing.")] = False,
 ) -> None:
     """Convert a model and train it according to a recipe."""
-    from hf_posenc.recipes.schema.recipe import Recipe
+    from hf_posenc.recipes.goals import read_recipe
 
     quiet()
-    read = Recipe.read(recipe, overrides or [])
+    read = read_recipe(recipe, overrides or [])
     if dry_run:
         from hf_posenc.recipes import durations
         from hf_posenc.recipes.runs.facts import rows

@@ -23,12 +23,13 @@ from hf_posenc.recipes.evaluation.generation import Generation
 from hf_posenc.recipes.evaluation.grid import RATIO, Grid
 from hf_posenc.recipes.evaluation.perplexity import TARGETS, contexts_for
 from hf_posenc.recipes.evaluation.report import Report
-from hf_posenc.recipes.evaluation.request import Request, Subject, check_measures
 from hf_posenc.recipes.intervals import Interval
+from hf_posenc.recipes.layout import MEASUREMENTS, MODEL
 from hf_posenc.recipes.loading import load, trained_length
 from hf_posenc.recipes.processes import enough_threads, processes
-from hf_posenc.recipes.runs.files import MEASUREMENTS, MODEL, record_of
+from hf_posenc.recipes.runs.files import record_of
 from hf_posenc.recipes.runs.measurements import Measurements
+from hf_posenc.recipes.runs.request import Request, Subject, check_measures
 from hf_posenc.recipes.schema.recipe import Recipe
 from hf_posenc.recipes.training.adapter import trained_dtype
 

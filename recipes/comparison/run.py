@@ -26,11 +26,13 @@ from hf_posenc.recipes.comparison.findings import NATIVE, ORIGINAL, Examiner, Fi
 from hf_posenc.recipes.comparison.verdict import SHORT, Verdict, judge
 from hf_posenc.recipes.data.windows import Prepared, load_data
 from hf_posenc.recipes.evaluation.perplexity import TARGETS
+from hf_posenc.recipes.goals import read_recipe
+from hf_posenc.recipes.layout import MODEL, RECIPE
 from hf_posenc.recipes.loading import auto_class, load
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.reports import Cell, Table, counted, render, versions
 from hf_posenc.recipes.runs import run
-from hf_posenc.recipes.runs.files import MODEL, RECIPE, check_writable, take
+from hf_posenc.recipes.runs.files import check_writable, take
 from hf_posenc.recipes.runs.forecast import seconds_for
 from hf_posenc.recipes.schema import checks, fields
 from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Evaluation, Recipe, Transfer
@@ -250,7 +252,7 @@ def contestants(
         )
     named = [f"model={model}", f"training.steps={budget}", *overrides]
     # Not the first one named: all must stay the same when a comparison is extended.
-    common = Recipe.read("swap", [f"scheme={_usual(config)[0]}", *named], config=config)
+    common = read_recipe("swap", [f"scheme={_usual(config)[0]}", *named], config=config)
     if common.adapter.kind == "scheme":
         raise OptionError(
             "adapter.kind is 'scheme', but the native model is trained alike and has no weights of a scheme. Give "
@@ -268,12 +270,12 @@ def contestants(
     }
     for name, source in zip(names, wanted, strict=True):
         if library.is_file(source):
-            own = Recipe.read(source, overrides)
+            own = read_recipe(source, overrides)
         elif source in library.names():
-            own = Recipe.read(source, named, config=config)
+            own = read_recipe(source, named, config=config)
         else:
             # Unknown scheme names raise their own error.
-            own = Recipe.read("swap", [f"scheme={registry.get(source).name}", *named], config=config)
+            own = read_recipe("swap", [f"scheme={registry.get(source).name}", *named], config=config)
             # What is kept in force has nothing to transfer.
             own = replace(common, conversion=own.conversion, transfer=own.transfer)
         checks.check_unconverted(own, config)

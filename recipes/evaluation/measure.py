@@ -23,8 +23,8 @@ from hf_posenc.recipes import durations
 from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.evaluation.report import Report, Section
 from hf_posenc.recipes.loading import auto_class
-from hf_posenc.recipes.plots.curves import Mark
 from hf_posenc.recipes.processes import processes
+from hf_posenc.recipes.reports.curves import Mark
 
 # The tensors of one sample, without a batch axis.
 Row = tuple[Tensor, ...]

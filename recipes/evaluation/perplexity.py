@@ -19,7 +19,7 @@ from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, PERPLEXITY, Gri
 from hf_posenc.recipes.evaluation.measure import Corruption, Measure, Piece, Workers, different
 from hf_posenc.recipes.evaluation.predictions import losses, predictions
 from hf_posenc.recipes.loading import is_masked
-from hf_posenc.recipes.plots.curves import trained_mark
+from hf_posenc.recipes.reports.curves import trained_mark
 
 # Scored tokens per window: few, because the shortest context must cover them.
 TARGETS = 64

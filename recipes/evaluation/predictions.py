@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
-from hf_posenc.errors import ArchitectureError, PositionError, ShapeError
-from hf_posenc.patches.architecture import of_config
-from hf_posenc.patches.context import Switch
+from hf_posenc.errors import PositionError, ShapeError
+from hf_posenc.patches.inspection import table_end
 from hf_posenc.recipes.loading import is_masked
 
 # Positions per part: double-precision logits of all positions at once would take too much memory.
@@ -88,47 +84,3 @@ def correct(logits: Tensor, labels: Tensor) -> Tensor:
     Where all labels are the most likely tokens, greedy decoding yields exactly these labels.
     """
     return (logits.argmax(dim=-1) == labels.to(logits.device)).cpu()
-
-
-def table_end(model: nn.Module) -> int | None:
-    """Return the number of positions in a model's own learned table, or `None` without an active one.
-
-    Callers check before the forward, because a lookup beyond a table leaves a CUDA device unusable.
-    """
-    inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    try:
-        architecture = of_config(getattr(inner, "config", None))
-    except ArchitectureError:
-        return None
-    ends = []
-    for body in architecture.stacks(model).values():
-        for table in architecture.swapped(body):
-            in_force = not vars(table).get("posenc_removed") or (isinstance(table, Switch) and table.is_disabled())
-            if isinstance(table, nn.Embedding) and in_force:
-                # Some tables begin with rows for padding.
-                ends.append(table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1))
-    return min(ends, default=None)
-
-
-@contextlib.contextmanager
-def hooked(
-    modules: Iterable[nn.Module], before: Callable[..., Any], after: Callable[..., Any] | None = None
-) -> Iterator[None]:
-    """Call `before` and `after` around the forward of modules in this context; `before` gets its keywords, too."""
-    with contextlib.ExitStack() as stack:
-        for module in modules:
-            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            if after is not None:
-                stack.callback(module.register_forward_hook(after).remove)
-        yield
-
-
-@contextlib.contextmanager
-def eager(model: Any) -> Iterator[None]:
-    """Switch a model to eager attention for a while: fused kernels do not return weights."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)

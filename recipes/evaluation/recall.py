@@ -18,7 +18,7 @@ from hf_posenc.recipes.evaluation.measure import Measure, Piece, Row, Workers, d
 from hf_posenc.recipes.evaluation.predictions import answer_predictions, correct, losses
 from hf_posenc.recipes.evaluation.text import ordinary_tokens
 from hf_posenc.recipes.loading import auto_class
-from hf_posenc.recipes.plots.curves import trained_mark
+from hf_posenc.recipes.reports.curves import trained_mark
 
 # Number of symbols of cue and key: few and frequent, so that every model knows them.
 _SYMBOLS = 64

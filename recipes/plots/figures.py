@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hf_posenc.errors import LayerSelectionError, OptionError, suggest
 from hf_posenc.patches.architecture import of_model
-from hf_posenc.recipes.plots import style
 from hf_posenc.recipes.plots.pictures import Kind, all_kinds
 from hf_posenc.recipes.plots.subject import Part, parts_of, patched
+from hf_posenc.recipes.reports import style
 
 # One page about a model: what each of its schemes does, in the pictures that fit it.
 OVERVIEW = "overview"

@@ -1,13 +1,4 @@
-"""Files of a run: its folder, checkpoints that are complete or absent even after a kill, and the stop by a signal.
-
-OUT/recipe.yaml          full recipe
-OUT/run.json             command, versions, machine, counts, and the recipe again, to detect changes of recipe.yaml
-OUT/measurements.json    measurements so far
-OUT/checkpoints/         complete checkpoints to resume from
-OUT/logs/                TensorBoard logs by stage, if requested
-OUT/table.md, OUT/perplexity.png, OUT/report.html
-OUT/model/               final model or adapter, with tokenizer and card; it appears last, and marks the run as finished
-"""
+"""Files of a run: checkpoints that are complete or absent even after a kill, and the stop by a signal."""
 
 from __future__ import annotations
 
@@ -33,9 +24,8 @@ from typing_extensions import TypedDict
 from hf_posenc.errors import OptionError, PosencError, RecipeError
 from hf_posenc.patches.directories import UNFINISHED, publish
 from hf_posenc.recipes import storage
+from hf_posenc.recipes.layout import CHECKPOINTS, MEASUREMENTS, MODEL, RECIPE, RUN
 
-RECIPE, RUN, MEASUREMENTS = "recipe.yaml", "run.json", "measurements.json"
-CHECKPOINTS, LOGS, MODEL = "checkpoints", "logs", "model"
 # The file stays, but the lock ends with its process, even if that is killed.
 LOCK = f"{CHECKPOINTS}/.lock"
 # Result of the attention transfer, in its folder of checkpoints.

@@ -8,7 +8,7 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, HfApi
 
 from hf_posenc.errors import RecipeError
-from hf_posenc.recipes.runs.files import MODEL, RECIPE
+from hf_posenc.recipes.layout import MODEL, RECIPE
 
 # The card has the recipe, without local paths.
 _COMPANIONS = ("table.md", "perplexity.png")

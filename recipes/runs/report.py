@@ -20,8 +20,8 @@ from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, Grid, table
 from hf_posenc.recipes.evaluation.perplexity import TARGETS
 from hf_posenc.recipes.evaluation.report import Section, panel
 from hf_posenc.recipes.intervals import Interval
-from hf_posenc.recipes.plots.curves import Panel, lines_figure, trained_mark
 from hf_posenc.recipes.reports import Table, render
+from hf_posenc.recipes.reports.curves import Panel, lines_figure, trained_mark
 from hf_posenc.recipes.runs.facts import Facts, rows
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.runs.progress import Pace

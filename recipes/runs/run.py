@@ -32,19 +32,21 @@ from hf_posenc.patches.directories import UNFINISHED, publish, published, readin
 from hf_posenc.patches.patch import disabled, native_scheme, patch, set_strength
 from hf_posenc.patches.plan import Plan, plan
 from hf_posenc.patches.rotary import native_rope, set_rope
-from hf_posenc.recipes import durations, loading, storage
+from hf_posenc.recipes import durations, layout, loading, storage
 from hf_posenc.recipes.data import sources
 from hf_posenc.recipes.data.collation import Collator, MixedLengths
 from hf_posenc.recipes.data.windows import Prepared, content_of, load_data
 from hf_posenc.recipes.evaluation.generation import Generation, compared
 from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.evaluation.measure import Workers
+from hf_posenc.recipes.goals import read_recipe
+from hf_posenc.recipes.layout import CHECKPOINTS, MODEL, RECIPE, RUN
 from hf_posenc.recipes.loading import is_masked, load
 from hf_posenc.recipes.memory import micro_batches
 from hf_posenc.recipes.processes import enough_threads, processes, sharding
 from hf_posenc.recipes.runs import files, report
 from hf_posenc.recipes.runs.facts import Facts, print_header
-from hf_posenc.recipes.runs.files import CHECKPOINTS, MODEL, RECIPE, RUN, has_begun, record_of
+from hf_posenc.recipes.runs.files import has_begun, record_of
 from hf_posenc.recipes.runs.forecast import seconds_of
 from hf_posenc.recipes.runs.measurements import Measurements, Measuring, Suite
 from hf_posenc.recipes.runs.progress import Pace, Progress
@@ -118,7 +120,7 @@ def train(recipe: Recipe, folder: str | Path, *, console: Console | None = None,
     try:
         if is_main:
             files.take(lock, folder)
-        measurements = Measurements.load(folder / files.MEASUREMENTS, writes=is_main)
+        measurements = Measurements.load(folder / layout.MEASUREMENTS, writes=is_main)
         if (folder / MODEL).is_dir():
             if is_main:
                 files.remove_transfer(folder)  # if the run was killed before it did
@@ -156,7 +158,7 @@ def resume(folder: str | Path, *, console: Console | None = None) -> Outcome:
     folder = Path(folder)
     if not (folder / RECIPE).is_file():
         raise RecipeError(f"There is no {RECIPE} in {folder}. Give the folder of a run that was started by train.")
-    return train(Recipe.read(folder / RECIPE), folder, console=console)
+    return train(read_recipe(folder / RECIPE), folder, console=console)
 
 
 def _say(console: Console | None, text: str) -> None:
@@ -438,7 +440,7 @@ class _Run:
         checkpoints = files.WholeCheckpoints(folder, keep=self.recipe.saving.keep)
         text = "" if is_transfer else "loss" if teacher is None else "text_loss"
         # By default TensorBoard writes next to the unfinished checkpoints, which are removed. Stages begin at step 0.
-        logs = Path(os.environ.get(_LOGS_VARIABLE, self.folder / files.LOGS)) / stage.name
+        logs = Path(os.environ.get(_LOGS_VARIABLE, self.folder / layout.LOGS)) / stage.name
         variables = {_LOGS_VARIABLE: str(logs), **sharding(model, in_part=is_transfer)}
         showing = Progress(self.console, stage.tokens(facts.length), text=text)
         with showing as progress, patch_environment(**variables):
@@ -563,7 +565,7 @@ def _check_folder(folder: Path, recipe: Recipe) -> None:
     if has_begun(folder):
         kept, now = record_of(folder).get(files.KEPT), recipe.flat()
         # Without run.json, recipe.yaml says what there was.
-        there = Recipe.read(folder / RECIPE) if kept is None else fields.build(Recipe, kept, where=str(folder / RUN))
+        there = read_recipe(folder / RECIPE) if kept is None else fields.build(Recipe, kept, where=str(folder / RUN))
         before = _located(there).flat()
         changes = [f"{key} was {shown(before[key])} and is {shown(now[key])}" for key in now if now[key] != before[key]]
         if changes:

@@ -27,9 +27,11 @@ from hf_posenc.errors import PosencError
 from hf_posenc.recipes import intervals
 from hf_posenc.recipes.evaluation.grid import RATIO, Grid
 from hf_posenc.recipes.evaluation.recall import RECALLS
+from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.intervals import Interval
+from hf_posenc.recipes.layout import MEASUREMENTS, MODEL, RECIPE
 from hf_posenc.recipes.runs.facts import Facts
-from hf_posenc.recipes.runs.files import MEASUREMENTS, MODEL, RECIPE, TEXT, record_of
+from hf_posenc.recipes.runs.files import TEXT, record_of
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.schema.recipe import Recipe, StageName
 
@@ -246,7 +248,7 @@ def control_of(folder: Path, recipe: Recipe, text: str) -> Measurements | None:
     for path in sorted(folder.parent.glob(f"*/{RECIPE}")) if changes else ():
         if path.parent != folder and (path.parent / MODEL).is_dir():
             with contextlib.suppress(PosencError):
-                other = Recipe.read(path)
+                other = read_recipe(path)
                 alike = training(other) == training(recipe) and record_of(path.parent).get(TEXT, text) == text
                 if other.conversion.scheme is None and not other.conversion.rope and alike:
                     return Measurements.load(path.parent / MEASUREMENTS, writes=False)

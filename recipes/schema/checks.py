@@ -13,7 +13,7 @@ from hf_posenc import registry
 from hf_posenc.errors import PosencError, RecipeError, shown
 from hf_posenc.operands import Geometry
 from hf_posenc.patches import record
-from hf_posenc.recipes.evaluation.predictions import table_end
+from hf_posenc.patches.inspection import table_end
 from hf_posenc.recipes.loading import TINY_LLAMA, auto_class, trained_length
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.additive import AdditiveBias

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import AllowInfNan, ConfigDict, Strict, StringConstraints
 
-from hf_posenc.errors import RecipeError
-from hf_posenc.recipes import library
 from hf_posenc.recipes.schema import fields
 
 # The largest count: of steps, tokens or documents; and the largest of other numbers, rates included.
@@ -356,38 +352,8 @@ class Recipe(Section):
         """Whether the attention transfer trains the whole attention, and not the scheme alone."""
         return self.transfer.projections and self.conversion.fit != "attention"
 
-    @classmethod
-    def read(cls, source: str | Path, overrides: Sequence[str] = (), *, config: Any = None) -> Recipe:
-        """Read and validate a recipe.
-
-        Args:
-            source: YAML file, or name of a built-in recipe, which follows from the config of the model.
-            overrides: Strings `section.key=value`, with values in YAML; they take precedence over the file. The section
-                may be left out where that is clear.
-            config: Config of the model, if it is at hand.
-
-        Raises:
-            RecipeError: The recipe does not exist, is not YAML or does not match the schema, its keys contradict each
-                other, or its scheme or options do not exist.
-            CheckpointError: The config of the model cannot be read.
-        """
-        # torch comes with these, and is not needed for the keys alone.
-        from hf_posenc.recipes import goals
-        from hf_posenc.recipes.schema import checks
-
-        if library.is_file(source):
-            content = fields.parse(library.content(source), str(source))
-            if not isinstance(content, dict):
-                kind = "empty" if content is None else f"a {type(content).__name__}"
-                raise RecipeError(f"{source} is {kind}; expected keys, such as model and conversion.")
-        else:
-            content, overrides = goals.resolve(cls, str(source), overrides, config)
-        recipe = fields.build(cls, content, where=str(source), overrides=overrides)
-        checks.check(recipe, str(source))
-        return recipe
-
     def checked(self) -> Recipe:
-        """Return a recipe that was made in Python as its file says it; raise `RecipeError` as `read` does."""
+        """Return a recipe that was made in Python as its file says it; raise `RecipeError` as `read_recipe` does."""
         from hf_posenc.recipes.schema import checks
 
         recipe = fields.build(type(self), fields.parse(self.text(), "the recipe"), where="the recipe")

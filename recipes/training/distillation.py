@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from hf_posenc.errors import OptionError, shown
 from hf_posenc.operands import is_number
+from hf_posenc.patches.inspection import table_end
 from hf_posenc.patches.patch import disabled, evaluating, unpatch
-from hf_posenc.recipes.evaluation.predictions import table_end
 from hf_posenc.recipes.loading import is_masked, trained_length
 from hf_posenc.recipes.training.callbacks import patched_inside
 

@@ -17,8 +17,8 @@ from hf_posenc.errors import OptionError
 from hf_posenc.operands import Block, Geometry, Positions, Tokens
 from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import of_model
+from hf_posenc.patches.inspection import hooked
 from hf_posenc.patches.patch import disabled, evaluating
-from hf_posenc.recipes.evaluation.predictions import hooked
 from hf_posenc.recipes.loading import is_masked
 from hf_posenc.recipes.schema.checks import additive
 from hf_posenc.recipes.training.starts import check_counts, check_windows, held_out, kept, mean_loss, verdict

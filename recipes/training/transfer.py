@@ -19,8 +19,8 @@ from hf_posenc.errors import OptionError
 from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.directories import reading
+from hf_posenc.patches.inspection import hooked
 from hf_posenc.patches.patch import disabled, evaluating, unpatch
-from hf_posenc.recipes.evaluation.predictions import hooked
 from hf_posenc.recipes.loading import trained_length
 from hf_posenc.recipes.training.callbacks import parameter_groups, patched_inside
 from hf_posenc.recipes.training.distillation import mean_of_counted, without_jumps

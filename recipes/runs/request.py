@@ -28,10 +28,11 @@ from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, contexts_
 from hf_posenc.recipes.evaluation.recall import AssociativeRecall, InductionCopy, NeedleRetrieval
 from hf_posenc.recipes.evaluation.report import Report
 from hf_posenc.recipes.evaluation.text import ordinary_tokens, read_text, token_ids
+from hf_posenc.recipes.goals import read_recipe
+from hf_posenc.recipes.layout import MODEL, RECIPE
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.reports import versions
-from hf_posenc.recipes.runs.files import MODEL, RECIPE
-from hf_posenc.recipes.schema.recipe import Data, Recipe
+from hf_posenc.recipes.schema.recipe import Data
 
 MEASURES = ("perplexity", "needle", "induction", "mqar", "generation")
 # Measures by default, of causal models and of others.
@@ -60,7 +61,7 @@ class Subject:
         """The text of the run that the model comes from; `None` if it comes from none."""
         folder = Path(self.source).absolute()  # "." has no name
         record = folder.parent / RECIPE
-        return Recipe.read(record).data if folder.name == MODEL and record.is_file() else None
+        return read_recipe(record).data if folder.name == MODEL and record.is_file() else None
 
     def has_trained_on(self, text: str) -> bool:
         """Whether the model comes from a run whose training text is in a file or folder, or around it."""

@@ -15,7 +15,7 @@ from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import offset_copy
 
 from hf_posenc.recipes.intervals import Interval
-from hf_posenc.recipes.plots import style
+from hf_posenc.recipes.reports import style
 
 # Estimates of one model by the place on the axis.
 Line = Sequence[tuple[Any, Interval]]
