@@ -62,12 +62,7 @@ class Flex(CompiledExecutor):
 
     def run(self, call: Call) -> tuple[Tensor, None]:
         device, added = call.device.type, call.scheme.added()
-        with (
-            torch.autocast(device, enabled=False),
-            torch._dynamo.config.patch(recompile_limit=_VARIANTS),
-            # Or the backward pass refuses `retain_graph` and `create_graph`.
-            torch._functorch.config.patch(donated_buffer=False),
-        ):
+        with torch.autocast(device, enabled=False), torch._dynamo.config.patch(recompile_limit=_VARIANTS):
             if isinstance(added, KeyBias):
                 inputs, run = _of_keys(added, call), _compiled(_add_of_keys, device)
             else:
