@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hf_posenc.errors import DirectionError as DirectionError
     from hf_posenc.errors import ExportError as ExportError
     from hf_posenc.errors import LayerSelectionError as LayerSelectionError
+    from hf_posenc.errors import MissingPackageError as MissingPackageError
     from hf_posenc.errors import NotPatchedError as NotPatchedError
     from hf_posenc.errors import OptionError as OptionError
     from hf_posenc.errors import PosencError as PosencError
@@ -56,8 +57,8 @@ __version__ = "0.1.0"
 _NAMES = {
     "attention": "attend",
     "errors": "ArchitectureError AttentionBackendError CacheError CheckpointError DirectionError ExportError "
-    "LayerSelectionError NotPatchedError OptionError PosencError PositionError RecipeError ShapeError StorageError "
-    "UnknownSchemeError WrappedModelError",
+    "LayerSelectionError MissingPackageError NotPatchedError OptionError PosencError PositionError RecipeError "
+    "ShapeError StorageError UnknownSchemeError WrappedModelError",
     "operands": "Geometry Positions",
     "patches.adapters": "PosencLoraConfig",
     "patches.architecture": "register_architecture",

@@ -1,5 +1,20 @@
-"""`python -m hf_posenc`: the command line."""
+"""The command line: `hf-posenc`, or `python -m hf_posenc`."""
 
-from hf_posenc.cli import app
+import sys
 
-app()
+from hf_posenc.errors import MissingPackageError, require_recipes
+
+
+def main() -> None:
+    """Run the command line, or print what is not installed."""
+    try:
+        require_recipes()
+    except MissingPackageError as error:
+        sys.exit(f"hf-posenc: {error}")
+    from hf_posenc.cli import app
+
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -5,7 +5,7 @@
     |-- patch a model           ArchitectureError, WrappedModelError, LayerSelectionError
     |-- run a patched model     AttentionBackendError, ShapeError, PositionError, CacheError, NotPatchedError
     |-- save, load, export      CheckpointError (RuntimeError), StorageError (OSError), ExportError
-    `-- train and measure       RecipeError
+    `-- train and measure       RecipeError, MissingPackageError (ImportError)
 
 An error leaves the model as it was. A `CheckpointError` is also a `RuntimeError`, which callers of transformers catch
 when weights do not fit.
@@ -13,10 +13,14 @@ when weights do not fit.
 
 import re
 import reprlib
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib.util import find_spec
 from typing import Any
 
+# What recipes and the command line import beyond the library: the extra `recipes` of pyproject.toml.
+RECIPES = ("datasets", "filelock", "jinja2", "matplotlib", "pydantic", "rich", "typer", "yaml")
 # Characters of a value in a message, and of a message.
 _VALUE, _MESSAGE = 200, 1200
 _SHORT = reprlib.Repr()
@@ -90,6 +94,27 @@ class ExportError(PosencError):
 
 class RecipeError(PosencError):
     """A recipe is not as its schema says, or cannot be run."""
+
+
+class MissingPackageError(PosencError, ImportError):
+    """Recipes or the command line need a package that is not installed."""
+
+
+def require_recipes() -> None:
+    """Raise `MissingPackageError` if a package of the extra `recipes` is not installed."""
+
+    def installed(name: str) -> bool:
+        try:
+            return sys.modules.get(name) is not None or find_spec(name) is not None
+        except ImportError:  # A finder says so itself.
+            return False
+
+    missing = [name for name in RECIPES if not installed(name)]
+    if missing:
+        raise MissingPackageError(
+            f"Recipes and the command line need packages that are not installed: {', '.join(missing)}. "
+            'Run pip install "hf-posenc[recipes]".'
+        )
 
 
 def cut(text: str, most: int = _VALUE) -> str:

@@ -5,31 +5,35 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError, with_config
 from transformers import PreTrainedConfig
 
 from hf_posenc import __version__
-from hf_posenc.errors import CheckpointError
+from hf_posenc.errors import CheckpointError, shown
 
 # It rises when the previous release could not correctly read a checkpoint written now.
 FORMAT_VERSION = 1
 
 Native = Literal["remove", "keep"]
-_Count = Annotated[int, Strict(), Field(ge=0)]
-_Strength = Annotated[float, Strict(), Field(ge=0, le=1)]
-# A record that is read has no other keys.
-_NO_MORE = with_config(ConfigDict(extra="forbid"))
+# What a value of each type in a record is, for a message.
+_EXPECTED = {
+    dict: "a mapping that is not empty",
+    list: "a list that is not empty",
+    tuple: "a list",
+    Literal: " or ".join(map(repr, get_args(Native))),
+    str: "a text",
+    int: "a whole number from 0",
+    float: "a number from 0 to 1",
+}
 
 
-@_NO_MORE
 @dataclass(frozen=True)
 class Part:
     """A group's share of one stack: the indices of its layers, sorted, and the scheme's options, resolved for it."""
 
-    layers: tuple[_Count, ...]
+    layers: tuple[int, ...]
     options: dict[str, Any]
 
     def __post_init__(self) -> None:
@@ -37,7 +41,6 @@ class Part:
             raise ValueError(f"layers {list(self.layers)}")
 
 
-@_NO_MORE
 @dataclass(frozen=True)
 class Group:
     """The layers that one call of `patch` gave one scheme.
@@ -49,35 +52,33 @@ class Group:
         stacks: The group's share of each stack.
     """
 
-    id: _Count
+    id: int
     scheme: str
     native: Native
-    stacks: Annotated[dict[str, Part], Field(min_length=1)]
+    stacks: dict[str, Part]
 
     def places(self) -> set[tuple[str, int]]:
         """Return the layers, each with the name of its stack."""
         return {(name, layer) for name, part in self.stacks.items() for layer in part.layers}
 
 
-@_NO_MORE
 @dataclass(frozen=True)
 class Strengths:
     """The strengths of a model's own encoding, where it is kept, and of its schemes: 1 is full, 0 is none."""
 
-    native: _Strength = 1.0
-    scheme: _Strength = 1.0
+    native: float = 1.0
+    scheme: float = 1.0
 
 
 FULL = Strengths()
 
 
-@_NO_MORE
 @dataclass(frozen=True)
 class _Record:
     """The entry `posenc` as it is written."""
 
-    format_version: Annotated[int, Strict()]
-    groups: Annotated[list[Group], Field(min_length=1)]
+    format_version: int
+    groups: list[Group]
     plugin_version: Any = None
     strengths: Strengths = FULL
     locked: Any = None
@@ -94,7 +95,7 @@ class _Record:
             raise ValueError("strengths with native='remove'")
 
 
-_RECORD = TypeAdapter(_Record)
+_TYPES = {kind: get_type_hints(kind) for kind in (Part, Group, Strengths, _Record)}
 
 
 def to_dict(groups: Sequence[Group], strengths: Strengths = FULL) -> dict[str, Any]:
@@ -142,13 +143,49 @@ def _read(config: Any) -> _Record:
             f"The checkpoint has posenc format {version}, written by hf_posenc {record.get('plugin_version', '?')}; "
             f"this release reads formats up to {FORMAT_VERSION}. Upgrade: pip install -U hf-posenc."
         )
+    found: _Record = _entry(_Record, record, "")
+    return found
+
+
+def _entry(kind: type[Any], value: Any, place: str) -> Any:
+    """Read an entry of the record: its keys are the fields of a class. `place` is the way to it, such as `groups.0`."""
+    if not isinstance(value, Mapping):
+        raise _damaged(place, f"expected a mapping, got {shown(value)}")
+    types = _TYPES[kind]
+    for key in [*(field.name for field in fields(kind) if field.default is MISSING), *value]:
+        if key not in types or key not in value:
+            raise _damaged(_within(place, key), "missing" if key in types else "unknown key")
+    found = {key: _value(types[key], inner, _within(place, key)) for key, inner in value.items()}
     try:
-        return _RECORD.validate_python(record)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        got = "" if first["type"] in ("missing", "value_error") else f", got {first['input']!r:.60}"
-        raise CheckpointError(
-            f"The entry 'posenc' of config.json is damaged ({place}: {first['msg']}{got}). Restore config.json "
-            "from the original checkpoint, or convert the model again."
-        ) from error
+        return kind(**found)
+    except ValueError as error:
+        raise _damaged(place, str(error)) from error
+
+
+def _value(kind: Any, value: Any, place: str) -> Any:
+    """Read a value as its type; a mapping or list of entries has at least one."""
+    origin, items = get_origin(kind) or kind, get_args(kind)
+    if kind is Any or (origin is Literal and value in items) or (kind is str and isinstance(value, str)):
+        return value
+    if is_dataclass(kind):
+        return _entry(kind, value, place)  # type: ignore[arg-type]
+    if kind is int and type(value) is int and value >= 0:
+        return value
+    if kind is float and type(value) in (int, float) and 0 <= value <= 1:
+        return float(value)
+    if origin is dict and isinstance(value, Mapping) and (value or items[1] is Any):
+        return {key: _value(items[1], inner, _within(place, key)) for key, inner in value.items()}
+    if origin in (list, tuple) and isinstance(value, list | tuple) and (value or items[0] is int):
+        return origin(_value(items[0], inner, _within(place, number)) for number, inner in enumerate(value))
+    raise _damaged(place, f"expected {_EXPECTED[origin]}, got {shown(value)}")
+
+
+def _within(place: str, key: object) -> str:
+    return f"{place}.{key}" if place else str(key)
+
+
+def _damaged(place: str, fault: str) -> CheckpointError:
+    return CheckpointError(
+        f"The entry 'posenc' of config.json is damaged ({place + ': ' if place else ''}{fault}). Restore config.json "
+        "from the original checkpoint, or convert the model again."
+    )

@@ -7,6 +7,8 @@ and `compare` for measurements, `fit` and `match` for starts.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hf_posenc.errors import require_recipes
+
 if TYPE_CHECKING:
     from hf_posenc.recipes.comparison.run import compare as compare
     from hf_posenc.recipes.evaluation.measure import evaluate as evaluate
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from hf_posenc.recipes.schema.recipe import Recipe as Recipe
     from hf_posenc.recipes.training.fit_bias import fit as fit
     from hf_posenc.recipes.training.transfer import match as match
+
+require_recipes()
 
 _HOMES = {
     "Recipe": "schema.recipe",

@@ -26,6 +26,7 @@ PUBLIC = [
     "ExportError",
     "Geometry",
     "LayerSelectionError",
+    "MissingPackageError",
     "NotPatchedError",
     "OptionError",
     "PosencError",
@@ -178,7 +179,7 @@ def test_imports_point_one_way() -> None:
 
 
 def _core() -> dict[str, Path]:
-    others = ("hf_posenc.patches", "hf_posenc.recipes", "hf_posenc.cli")
+    others = ("hf_posenc.patches", "hf_posenc.recipes", "hf_posenc.cli", "hf_posenc.__main__")
     return {module: path for module, path in _sources().items() if not module.startswith(others)}
 
 
