@@ -30,7 +30,7 @@ from hf_posenc import (
 )
 from hf_posenc.attention import EXECUTORS, Call, Mask, choose, executors
 from hf_posenc.attention import blocks as blocks_module
-from hf_posenc.attention.cpu import biases, distances, fused, kernel
+from hf_posenc.attention.cpu import cutoffs, fused, kernel
 from hf_posenc.attention.mask import slots_tell_distances
 from hf_posenc.attention.once import Once
 from hf_posenc.operands import Tokens
@@ -555,8 +555,7 @@ def test_heads_do_without_keys_too_far_away_to_count(name: str, queries: int, mo
     monkeypatch.setattr(kernel, "forward", watched)
     got = one_attention(scheme, "fused", *plain(801), queries=queries)
     needed = sum(seen)
-    for module in (biases, distances):
-        monkeypatch.setattr(module, "NATS", torch.inf)
+    monkeypatch.setattr(cutoffs, "NATS", torch.inf)
     want = one_attention(scheme, "fused", *plain(801), queries=queries)
     assert needed < 0.9 * (sum(seen) - needed)
     compare(got, want, tolerance=1e-9)

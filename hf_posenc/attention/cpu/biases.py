@@ -5,7 +5,6 @@ same direction along rows and along keys, so that a block of it is a view of one
 """
 
 import copy
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,13 +15,8 @@ from torch import Tensor
 
 from hf_posenc.attention.blocks import PartSums, with_parameters
 from hf_posenc.attention.call import Call, Rows
+from hf_posenc.attention.cpu import cutoffs
 from hf_posenc.structures import Bias, ContentBias
-
-# A weight of less than 2 to this, relative to the largest of a row, is taken for 0, also in double precision.
-LEAST = -64.0
-NATS = -LEAST * math.log(2)
-# First keys are rounded down to multiples of this, so that neighbouring heads go together.
-_CUTOFF_STEP = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +57,7 @@ class BlockBias:
     Attributes:
         name: Name of the form.
         backwards: Whether the last query of a block comes first.
-        cuts: Whether it may leave out the first keys of a block.
+        cuts: Whether it may leave out the first keys of a block: those before a window, or see `cutoffs`.
         rows: Rows of a block that are best made at once.
         learning_rows: The same in the backward pass.
     """
@@ -95,15 +89,14 @@ class BlockBias:
         return q
 
     def may_cut(self) -> bool:
-        """Whether some keys may be too far away to get any weight, so that a cutoff pays."""
+        """Whether some keys may be too far away to get any weight, see `cutoffs`."""
         return False
 
     def prepare(self, slack: Tensor | None) -> None:
         """Bring the inputs into the form that `pieces` takes, once per pass.
 
         Args:
-            slack: Slack of each head `[H]`: a bias that is so far below that of the query's own key gets no weight;
-                `None` if all keys count.
+            slack: Slack of each head `[H]`, see `cutoffs`; `None` if all keys count.
         """
 
     def spread(self) -> float:
@@ -131,13 +124,7 @@ class BlockBias:
 
     def runs(self, block: Rows) -> Iterator[tuple[slice, slice, int]]:
         """Return groups of neighbouring heads in a block, their kv heads, and the first key that they need."""
-        shared = self.heads // self.groups
-        starts = (self.first_keys(block).view(-1, shared).amin(1) // _CUTOFF_STEP * _CUTOFF_STEP).tolist()
-        begin = 0
-        for first, run in itertools.groupby(starts):
-            stop = begin + len(list(run))
-            yield slice(begin * shared, stop * shared), slice(begin, stop), first
-            begin = stop
+        return cutoffs.runs(self.first_keys(block), self.groups)
 
     def steps(self) -> Iterator[tuple[tuple[slice, slice, slice], slice, list[Piece]]]:
         """Return for each call of the kernel the place of its rows, their kv heads, and their bias."""
@@ -216,17 +203,6 @@ def over_batch(x: Tensor) -> Tensor:
     return x[0] if len(x) == 1 else x.sum(0)
 
 
-def spread_of(table: Tensor) -> float:
-    """Return the largest difference along the last dimension, of keys that are not hidden."""
-    lowest = table.masked_fill(table == -math.inf, math.inf).amin(dim=-1)
-    return float((table.amax(dim=-1) - lowest).max())
-
-
-def first_true(found: Tensor) -> Tensor:
-    """Return the first place where a bool tensor `[..., K]` is true, int64 `[...]`; 0 if there is none."""
-    return found.to(torch.uint8).argmax(-1)
-
-
 class KeysBias(BlockBias):
     """A bias of each key `[B|1, H, K]`, less that of the query `[B|1, H, Q]`.
 
@@ -242,13 +218,13 @@ class KeysBias(BlockBias):
         self.inputs = (keys.contiguous(), queries)
 
     def may_cut(self) -> bool:
-        return self.mask.only_ahead and self.spread() > NATS
+        return cutoffs.may_pay(self.inputs[0], self.mask)
 
     def prepare(self, slack: Tensor | None) -> None:
         self.slack = slack
 
     def spread(self) -> float:
-        return spread_of(self.inputs[0])
+        return cutoffs.spread(self.inputs[0])
 
     def pieces(self, block: Rows) -> list[Piece]:
         keys = self.inputs[0]
@@ -263,7 +239,7 @@ class KeysBias(BlockBias):
             return super().first_keys(block)
         own = keys[..., block.start + self.ahead : block.stop + self.ahead]
         few = keys[..., : block.keys] <= own.amin(-1, keepdim=True) - self.slack[:, None]
-        return first_true(~few).amin(0)  # with a window there is no slack
+        return cutoffs.first_true(~few).amin(0)  # with a window there is no slack
 
     def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
         keys, queries = self.totals
@@ -272,6 +248,82 @@ class KeysBias(BlockBias):
         keys[batch, heads, first : block.keys] += d_logits.sum(2)
         # Zero but for rounding; the share of it in the keys' gradients cancels where gates are summed up.
         queries[batch, heads, block.start : block.stop] -= d_logits.sum(3)
+
+
+class TableBias(BlockBias):
+    """A table of distances, where the distance of two tokens is the difference of their slots.
+
+    Once prepared, `falling` is the table from the largest distance down, with the bias ahead of a query behind that,
+    `[H, M]`; `first` is the place of the first key in it that gets a weight, int64 `[H]`, or `None` if all do.
+    """
+
+    name = "distance table"
+    backwards = cuts = True
+    falling: Tensor
+    first: Tensor | None
+    # Sum of all blocks, in which a distance lies on a line of its own.
+    strip: Tensor | None = None
+
+    def __init__(self, table: Tensor, call: Call) -> None:
+        super().__init__(call)
+        self.causal = call.causal
+        self.inputs = (table,)
+
+    @classmethod
+    def distances(cls, call: Call) -> Tensor:
+        """Return the distances that a table is needed for, in ascending order."""
+        return torch.arange(0 if call.causal else 1 - call.keys, call.keys, device=call.device)
+
+    def may_cut(self) -> bool:
+        return self.causal and cutoffs.may_pay(self.inputs[0], self.mask)
+
+    def prepare(self, slack: Tensor | None) -> None:
+        (table,) = self.inputs
+        if slack is not None:
+            # Distances at which keys get no weight are hidden.
+            table = table.masked_fill(table <= table[:, :1] - slack[:, None], -math.inf)
+        # `pieces` looks at it as if its rows lay one after the other.
+        falling = table.flip(1).contiguous()
+        self.first = None if slack is None else cutoffs.first_true(falling != -math.inf)
+        if self.causal or self.slots:
+            falling = falling[:, : self.keys]
+            ahead = falling.new_full((), -math.inf) if self.slots else falling[:, -1:]
+            falling = torch.cat((falling, ahead.expand(len(falling), self.keys - 1)), dim=1)
+        self.falling = falling
+
+    def spread(self) -> float:
+        return cutoffs.spread(self.falling)
+
+    def pieces(self, block: Rows) -> list[Piece]:
+        shape = (1, len(self.falling), block.length, block.keys)
+        view = self.falling.as_strided(shape, (0, self.falling.stride(0), 1, 1), self.queries - block.stop)
+        return [self.piece(view, block, slice(0, block.keys), ruled=not self.slots)]
+
+    def first_keys(self, block: Rows) -> Tensor:
+        # The first row of the block is the nearest to the first key.
+        if self.first is None:
+            return super().first_keys(block)
+        return (self.first + block.start - self.queries + 1).clamp_min_(0)
+
+    def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
+        if self.strip is None:
+            # Behind the last column as many zeros as there are rows, since lines that leave a row go on in the next.
+            width = max(self.inputs[0].shape[1], self.queries + self.keys) + block.length
+            self.strip = d_logits.new_zeros(len(self.falling), block.length, width)
+        start = self.queries - block.stop
+        self.strip[heads, : block.length, start + first : start + block.keys] += over_batch(d_logits)
+
+    def gradients(self) -> Sequence[Tensor | None]:
+        assert self.strip is not None
+        heads, rows, width = self.strip.shape
+        size = self.inputs[0].shape[1]
+        # Behind distance 0 lie those of keys ahead of the query, where a mask shows some.
+        count = max(size, self.queries + self.keys - 1)
+        sums = self.strip.as_strided((heads, rows, count), (rows * width, width - 1, 1)).sum(1)
+        falling = sums[:, :size]
+        if self.causal:
+            falling[:, -1] += sums[:, size:].sum(1)
+        return [falling.flip(1).to(self.inputs[0].dtype)]
 
 
 class AnyBias(BlockBias):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.call import FEWEST_QUERIES, Call, Executor
-from hf_posenc.attention.cpu import kernel
-from hf_posenc.attention.cpu.biases import LEAST, NATS, AnyBias, BlockBias, KeysBias, parts_of
-from hf_posenc.attention.cpu.distances import PiecewiseBias, TableBias
+from hf_posenc.attention.cpu import cutoffs, kernel
+from hf_posenc.attention.cpu.biases import AnyBias, BlockBias, KeysBias, TableBias, parts_of
+from hf_posenc.attention.cpu.piecewise import PiecewiseBias
 from hf_posenc.attention.cpu.products import ProductsBias
 from hf_posenc.derivatives import first_order
 from hf_posenc.ops import grouped_matmul
@@ -26,7 +26,7 @@ from hf_posenc.structures import ContentBias, DistanceTable, KeyBias, PiecewiseL
 _IN_CACHE = 2**18
 _LOG2_E = math.log2(math.e)
 # Products with numbers too small for the usual form of float32 take many CPUs a hundred times as long: steep slopes
-# and gates would spend nearly all of the backward pass on weights that count for nothing (see `LEAST`). The kernel
+# and gates would spend nearly all of the backward pass on weights that count for nothing (see `cutoffs`). The kernel
 # does not drop them, so biases that differ by so much (natural logarithms) do without it there.
 _SPREAD = 75.0
 
@@ -86,7 +86,7 @@ class _Fused(torch.autograd.Function):
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         with torch.autocast("cpu", enabled=False):
             bias = form.for_pass(inputs)
-            slack = _slack(q, k, scale) if bias.may_cut() else None
+            slack = cutoffs.slack_of(q, k, scale) if bias.may_cut() else None
             bias.prepare(slack)
             for here, groups, pieces in bias.steps():
                 rows, found = bias.in_order(q[here]), []
@@ -114,20 +114,6 @@ class _Fused(torch.autograd.Function):
             else:
                 _kernel_backward(bias, ctx.scale, (q, k, v, output, lse), grad, sums)
         return None, None, *(x.to(y.dtype) for x, y in zip(sums, (q, k, v), strict=True)), *found
-
-
-def _slack(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Return how far below the bias of a query's own key that of another key must be for it to get no weight, `[H]`.
-
-    A steep penalty on distance leaves most heads with a part of the keys. The lengths of queries and keys bound how
-    much they may do against it. The slack is NaN or infinite where queries or keys are.
-    """
-    precise = torch.promote_types(q.dtype, torch.float32)
-    of_q, of_k = (torch.linalg.vector_norm(x, dim=-1, dtype=precise).amax(dim=(0, 2)) for x in (q, k))
-    # The own key's product is not less than the negative of this bound, any other not more than the bound.
-    bound = abs(scale) * of_q * of_k.repeat_interleave(len(of_q) // len(of_k))
-    enough: Tensor = 2 * bound + NATS
-    return enough
 
 
 def _merged(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -179,7 +165,7 @@ def _own_backward(
                     added = piece.bias[batch] if piece.bias.shape[0] > 1 else piece.bias
                     weights[..., piece.keys.start - first : piece.keys.stop - first].add_(added, alpha=_LOG2_E)
                 weights.sub_(level[..., None] * _LOG2_E)
-                torch.threshold_(weights, LEAST, -math.inf).exp2_()
+                torch.threshold_(weights, cutoffs.LEAST, -math.inf).exp2_()
                 # Not by way of the output, whose rounding would not leave sums of zero.
                 d_logits = grouped_matmul(g_rows, v[keys].mT).mul_(weights)
                 d_logits.addcmul_(weights, d_logits.sum(-1, keepdim=True), value=-1)
