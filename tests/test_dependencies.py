@@ -107,7 +107,7 @@ def test_dependencies_are_those_that_are_looked_for() -> None:
     extras = "project.optional-dependencies"
     assert {name.replace("pyyaml", "yaml") for name in _declared(extras, "recipes")} == set(RECIPES)
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    for extra in ("test", "docs"):
+    for extra in ("test", "real", "docs"):
         assert re.search(rf'^{extra} = \[\s*"hf-posenc\[recipes\]"', text, re.MULTILINE), extra
     assert re.search(r'^hf-posenc = "hf_posenc.__main__:main"$', text, re.MULTILINE)
 
