@@ -345,7 +345,7 @@ def agree(model: Any, config: Any) -> Any:
     part = composites.part_to_convert(model)
     own, wanted = getattr(getattr(part, "config", None), "posenc", None), config.posenc
     if own is not None:
-        surgery.check_record(of_model(part), part)
+        surgery.check_record(surgery.Sites.of(part))
         if config._pending and any(wanted.get(key) != own.get(key) for key in ("groups", "strengths")):
             raise OptionError(
                 f"The adapter was trained with the schemes {_names(wanted)}, and the model has {_names(own)}, or other "
@@ -402,7 +402,7 @@ def _convert(model: Any, schemes: dict[str, Any], outers: list[Any]) -> None:
     belonging.rename(model, outers)
     for config in surgery.configs(model):
         config.posenc = copy.deepcopy(schemes)
-    attach_recorded(architecture, model)
+    attach_recorded(model)
     belonging.mark_parts(model)
     for outer in outers:
         composites.enclose(outer)

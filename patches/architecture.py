@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import math
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -72,6 +73,10 @@ class Architecture(ABC):
     def projections(self, attention: nn.Module) -> Mapping[str, nn.Module | None]:
         """Return the submodules that the patched forward calls, by name; `None` marks a missing one."""
 
+    def reading(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which layers are described one after another, and nothing else changes."""
+        return contextlib.nullcontext()
+
     def attributes(self, body: nn.Module, layer: int) -> Mapping[str, Any]:
         """Return what a patched attention needs to know besides its stock attributes; names begin with `posenc_`."""
         return {}
@@ -129,6 +134,21 @@ def refuse_changed(body: object, what: str) -> NoReturn:
         f"Cannot patch {type(body).__name__}: {what}, so the encoding or the config was changed after loading, and a "
         "saved model would lose that. Make the change in the config before the model is built or loaded."
     )
+
+
+def outermost(module: nn.Module, kind: type) -> Iterator[Any]:
+    """Yield the modules of a kind in a module, itself included, each once, and none that is inside of another one."""
+    seen: set[nn.Module | None] = {None}
+    waiting: list[nn.Module | None] = [module]
+    while waiting:
+        part = waiting.pop()
+        if part in seen:
+            continue
+        seen.add(part)
+        if isinstance(part, kind):
+            yield part
+        elif part is not None:
+            waiting += reversed(part._modules.values())
 
 
 def weight_of(module: nn.Module, name: str = "weight") -> Tensor:

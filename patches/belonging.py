@@ -120,7 +120,7 @@ def mark_parts(model: nn.Module) -> None:
     """Mark the bodies inside a patched model as its parts, for `refuse_part`."""
     for whole in parts(model).values():
         for module in whole.modules():
-            if module is not whole and is_patched(module) and isinstance(module, PreTrainedModel):
+            if isinstance(module, PreTrainedModel) and module is not whole and is_patched(module):
                 module.posenc_is_part = True
 
 

@@ -83,7 +83,7 @@ class PosencComposite(PosencModel):
         for name, module in self.named_modules():  # type: ignore[attr-defined]
             if isinstance(module, PreTrainedModel) and record_of(module) and not name.startswith(tuple(inside)):
                 inside.append(f"{name}.")
-                attach_recorded(of_model(module), module, is_new=True)
+                attach_recorded(module, is_new=True)
         enclose(self)  # type: ignore[arg-type]
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:

@@ -6,6 +6,7 @@ import copy
 import importlib
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import ModuleType
 from typing import Any, ClassVar, cast
@@ -21,6 +22,7 @@ from hf_posenc.operands import Geometry, NativeTable
 from hf_posenc.patches.architecture import (
     Architecture,
     embedding_rms,
+    outermost,
     refuse_changed,
     register_architecture,
     stated_length,
@@ -37,6 +39,7 @@ from hf_posenc.patches.probe import (
     masks_have_windows,
     read_facts,
     refuse,
+    unchanged,
 )
 from hf_posenc.patches.rotary import changed_at, later_frequencies, of_kind
 from hf_posenc.patches.seams import CONTEXT, PosencAttention, PosencBody, PosencLayer
@@ -218,20 +221,20 @@ class Family(Architecture):
         return field, "requires hf_posenc"
 
     def stacks(self, model: nn.Module) -> dict[str, nn.Module]:
-        bodies = [module for module in model.modules() if isinstance(module, self.body)]
-        for body in bodies:
-            self.attentions(body)  # raises where a layer has none
+        bodies = outermost(model, self.body)
         return {"decoder" if self._is_causal(body) else "encoder": body for body in bodies}
 
     def _is_causal(self, body: nn.Module) -> bool:
         # The first one alone: this is asked for each layer.
-        attention: Any = next(module for module in body.modules() if isinstance(module, self.attention))
+        attention: Any = next(outermost(body, self.attention), None)
+        if attention is None:
+            refuse(self.attention, "is missing")
         if not hasattr(attention, "is_causal"):
             refuse(self.attention, "does not say whether it is causal")
         return bool(attention.is_causal)
 
     def layers(self, body: nn.Module) -> Sequence[nn.Module]:
-        found = [module for module in body.modules() if isinstance(module, self.layer)]
+        found = list(outermost(body, self.layer))
         if not found:
             raise ArchitectureError(f"Cannot patch {type(body).__name__}: it has no layers.")
         if len(found) == 1 < cast(Any, body).config.num_hidden_layers:
@@ -241,10 +244,7 @@ class Family(Architecture):
         return found
 
     def attentions(self, body: nn.Module) -> Sequence[nn.Module]:
-        found = [
-            next((module for module in layer.modules() if isinstance(module, self.attention)), None)
-            for layer in self.layers(body)
-        ]
+        found = [next(outermost(layer, self.attention), None) for layer in self.layers(body)]
         if None in found:
             missing = ", ".join(str(number) for number, module in enumerate(found) if module is None)
             refuse(self.attention, f"is missing in some layers ({missing})")
@@ -265,6 +265,9 @@ class Family(Architecture):
         kind = None if rotary is None else type(rotary)
         return read_facts(cast(Any, body).config, self.layer, self.attention, kind, layer)
 
+    def reading(self) -> AbstractContextManager[None]:
+        return unchanged()
+
     def attributes(self, body: nn.Module, layer: int) -> Mapping[str, Any]:
         facts = self.facts(body, layer)
         return {"posenc_kind": facts.kind, "posenc_rotates": facts.rotates, "posenc_window": facts.window}
@@ -272,8 +275,10 @@ class Family(Architecture):
     def geometry(self, body: nn.Module, layer: int) -> Geometry:
         facts, config = self.facts(body, layer), cast(Any, body).config
         limit, later = later_frequencies(config, facts.kind) if facts.rotates else (None, None)
+        own = facts.geometry.inv_freq
         return replace(
             facts.geometry,
+            inv_freq=None if own is None else own.clone(),  # a scheme may write into what it gets
             layer=layer,
             causal=self._is_causal(body),
             max_positions=stated_length(config),

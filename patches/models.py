@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,12 @@ from hf_posenc.errors import (
 )
 from hf_posenc.operands import check_coords
 from hf_posenc.patches import belonging, checkpoint, companions, record, reloading, surgery
-from hf_posenc.patches.architecture import Architecture, of_model
+from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.cache import cache_of
 from hf_posenc.patches.context import Mixin, check_length, real_tokens, resolve_positions, sequences, stated_samples
 from hf_posenc.patches.directories import saving
 from hf_posenc.patches.seams import REAL, check_backend, tokens_in, with_signature_of
+from hf_posenc.patches.surgery import Sites
 from hf_posenc.scheme import Scheme
 
 
@@ -59,15 +61,17 @@ class PosencModel:
         self.attach_recorded()
         # Schemes lose their meaning in half precision; transformers keeps modules of these names in float32. Quantizers
         # ask the other list which modules to leave alone, and both lists may hold no name twice.
-        parts = {part for name in self.state_dict() for part in name.split(".")}
-        own = parts & {surgery.OWN, surgery.SHARED}
+        model: Any = self
+        inside = [item for module in model.modules() for item in module._modules.items()]
+        schemes = [(name, part) for name, part in inside if name in (surgery.OWN, surgery.SHARED)]
+        own = {name for name, part in schemes if any(True for _ in chain(part.parameters(), part.buffers()))}
         self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), *own}
         self._keep_in_fp32_modules = {*(self._keep_in_fp32_modules or ()), *(rf"(?:.*\.)?{name}" for name in own)}
         belonging.mark_parts(self)  # type: ignore[arg-type]
 
     def attach_recorded(self) -> None:
         """Give a new model the schemes that its config names."""
-        attach_recorded(of_model(self), self, is_new=True)  # type: ignore[arg-type]
+        attach_recorded(self, is_new=True)  # type: ignore[arg-type]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load weights, as `nn.Module.load_state_dict` does.
@@ -175,7 +179,7 @@ class PosencModel:
             checkpoint.check_complete(f"checkpoint {pretrained_model_name_or_path}", missing)
         # Loading makes new parameters, all trainable.
         for part in surgery.parts(model).values():
-            surgery.settle_native(of_model(part), part)
+            surgery.settle_native(Sites.of(part))
         return (model, info) if wants_info else model
 
     @staticmethod
@@ -212,7 +216,7 @@ class PosencModel:
                 uploaded.
         """
         for part in surgery.parts(self).values():  # type: ignore[arg-type]
-            surgery.check_record(of_model(part), part)
+            surgery.check_record(Sites.of(part))
         # A stock checkpoint may have had other names for its weights; those of the patched class never changed.
         kwargs["save_original_format"] = False
         folder = Path(save_directory)
@@ -363,21 +367,21 @@ def continued(prompt: Tensor, mask: Tensor | None, first: int, length: int) -> T
     return torch.cat((prompt, following[..., None].expand(-1, -1, prompt.shape[2])), dim=1)[:, first:]
 
 
-def attach_recorded(architecture: Architecture, model: nn.Module, *, is_new: bool = False) -> None:
+def attach_recorded(model: nn.Module, *, is_new: bool = False) -> None:
     """Patch a model with the groups recorded in its config; a new one has tables that nobody trained."""
     config: Any = model.config
     groups = record.from_config(config)
-    bodies = architecture.stacks(model)
+    sites = Sites.of(model)
     if all(
-        surgery.SHARED in body._modules or any(surgery.OWN in part._modules for part in architecture.attentions(body))
-        for body in bodies.values()
+        surgery.SHARED in stack.body._modules or any(surgery.OWN in part._modules for part in stack.attentions)
+        for stack in sites.stacks.values()
     ):
         return  # A head builds its body through `AutoModel`, which has done it.
-    counts = {name: len(architecture.attentions(body)) for name, body in bodies.items()}
+    counts = {name: len(stack.attentions) for name, stack in sites.stacks.items()}
     built = []
     for group in groups:
         for name, layer in sorted(group.places()):
-            is_there = layer < counts[name] if name in bodies else name in architecture.other_stacks
+            is_there = layer < counts[name] if name in counts else name in sites.architecture.other_stacks
             if not is_there:
                 raise CheckpointError(
                     f"config.json gives the scheme {group.scheme!r} to layer {layer} of the {name}, and the model has "
@@ -386,13 +390,13 @@ def attach_recorded(architecture: Architecture, model: nn.Module, *, is_new: boo
     for group in groups:
         try:
             info = registry.get(group.scheme)
-            built.append((group, surgery.build_group(architecture, model, group, info, is_new=is_new)))
+            built.append((group, surgery.build_group(sites, group, info, is_new=is_new)))
         except (DirectionError, LayerSelectionError, OptionError, UnknownSchemeError) as error:
             raise CheckpointError(
                 f"This installation cannot build the scheme {group.scheme!r} that config.json names. {error} Upgrade "
                 "hf-posenc, import the module that registers the scheme before loading, or restore config.json."
             ) from error
-    surgery.install(architecture, model, built, record.strengths_from_config(config))
+    surgery.install(sites, built, record.strengths_from_config(config))
 
 
 def starts(model: Any) -> list[str]:
@@ -402,7 +406,7 @@ def starts(model: Any) -> list[str]:
         part = next(part for part in surgery.parts(model).values() if part.config is config)
         groups = record.from_config(config)
         schemes: dict[int, dict[Scheme, None]] = {group.id: {} for group in groups}  # each once
-        for _, body, _, attention in surgery.patched_layers(of_model(part), part):
+        for _, body, _, attention in Sites.of(part).patched():
             schemes[attention.posenc_group][surgery.scheme_of(body, attention)] = None
         found += [describe_start(list(schemes[group.id]), group.native)[0] for group in groups]
     return found

@@ -35,6 +35,7 @@ from hf_posenc.patches.context import DISABLED, Switch
 from hf_posenc.patches.record import FULL, Group, Native, Part, Strengths
 from hf_posenc.patches.rotary import check_scheme
 from hf_posenc.patches.seams import check_backend
+from hf_posenc.patches.surgery import Sites, Stack
 from hf_posenc.scheme import Scheme
 
 logger = logging.getLogger(__name__)
@@ -103,14 +104,14 @@ def patch(
         PosencError: One of its subclasses says what is wrong; the model is then as it was.
     """
     prepared = prepare(model, scheme, native=native, layers=layers, stacks=stacks, options=options)
-    architecture, group, part = prepared.architecture, prepared.group, prepared.model
+    sites, group, part = prepared.sites, prepared.group, prepared.sites.model
     outers = composites.outers_of(part, model)
     with surgery.all_or_nothing(outers[-1] if outers else part):
-        belonging.own_configs(architecture, part, outers)
+        belonging.own_configs(sites.architecture, part, outers)
         belonging.rename(part, outers)
         # The new group may have the number of one that it replaces.
-        surgery.drop_shared(architecture, part, prepared.kept)
-        surgery.install(architecture, part, [(group, prepared.built)])
+        surgery.drop_shared(sites, prepared.kept)
+        surgery.install(sites, [(group, prepared.built)])
         belonging.mark_parts(part)
         surgery.write_record(part, [*prepared.kept, group])
         for outer in outers:
@@ -143,20 +144,20 @@ def unpatch(model: Model) -> Model:
 
 
 def _unpatch(part: Any, outers: list[Any]) -> None:
-    architecture = of_model(part)
-    belonging.refuse_part(architecture, part)
+    sites = Sites.of(part)
+    belonging.refuse_part(sites.architecture, part)
     with surgery.all_or_nothing(outers[-1] if outers else part):
-        belonging.own_configs(architecture, part, outers)
+        belonging.own_configs(sites.architecture, part, outers)
         belonging.rename(part, outers, stock=True)
-        for _, _, _, attention in surgery.patched_layers(architecture, part):
+        for _, _, _, attention in sites.patched():
             attention._modules.pop(surgery.OWN, None)
             surgery.restore(attention)
-        surgery.drop_shared(architecture, part, [])
-        surgery.settle_native(architecture, part)
+        surgery.drop_shared(sites, [])
+        surgery.settle_native(sites)
         for module in part.modules():
             if surgery.is_patched(module):
                 surgery.restore(module)
-        surgery.settle_layers(architecture, part)
+        surgery.settle_layers(sites)
         for config in surgery.configs(part):
             surgery.restore(config)
         composites.release(outers)
@@ -189,13 +190,14 @@ def set_strength(model: PreTrainedModel, *, native: float = 1.0, scheme: float =
             "set_strength: the model's own encoding was removed, so there is nothing to hand over from. Patch with "
             "native='keep'."
         )
-    architecture = of_model(model)
+    sites = Sites.of(model)
+    architecture = sites.architecture
     if native != 1 and not architecture.native_fades:
         raise OptionError(
             f"set_strength: the {architecture.native} of {architecture.name} cannot be at part of its strength, got "
             f"native={native!r}. Leave it at 1, or teach the architecture to (Architecture.native_fades)."
         )
-    _write(model, groups, Strengths(float(native), float(scheme)))
+    _write(sites, groups, Strengths(float(native), float(scheme)))
 
 
 @_one_at_a_time
@@ -213,12 +215,12 @@ def drop_native(model: PreTrainedModel) -> None:
     """
     model = composites.part_to_convert(model)
     groups = [replace(group, native="remove") for group in _groups(model, "drop_native")]
-    architecture = of_model(model)
+    sites = Sites.of(model)
     with surgery.all_or_nothing(model):
-        for _, _, _, attention in surgery.patched_layers(architecture, model):
+        for _, _, _, attention in sites.patched():
             attention.posenc_keeps_native = False
-        surgery.settle_native(architecture, model)
-        _write(model, groups, FULL)
+        surgery.settle_native(sites)
+        _write(sites, groups, FULL)
 
 
 def _groups(model: PreTrainedModel, caller: str) -> list[Group]:
@@ -227,9 +229,10 @@ def _groups(model: PreTrainedModel, caller: str) -> list[Group]:
     return record.from_config(model.config)
 
 
-def _write(model: PreTrainedModel, groups: list[Group], strengths: Strengths) -> None:
+def _write(sites: Sites, groups: list[Group], strengths: Strengths) -> None:
+    model = sites.model
     with surgery.all_or_nothing(model):
-        surgery.set_strengths(of_model(model), model, strengths)
+        surgery.set_strengths(sites, strengths)
         belonging.rename(model, composites.outers_of(model, model))
         surgery.write_record(model, groups, strengths)
 
@@ -288,8 +291,7 @@ class Preparation:
     Of a composite, its language model changes.
     """
 
-    architecture: Architecture
-    model: nn.Module
+    sites: Sites
     group: Group
     built: dict[str, dict[int, Scheme]]
     kept: list[Group]
@@ -310,18 +312,19 @@ def prepare(
     model = composites.part_to_convert(model)
     architecture = of_model(model)
     belonging.refuse_part(architecture, model)
-    surgery.check_record(architecture, model)
+    sites = Sites.of(model)
+    surgery.check_record(sites)
     check_scheme(scheme)
     info = registry.get(scheme)
     if native not in ("remove", "keep"):
         raise OptionError(f"native={shown(native)}: expected 'remove' (the model's own encoding goes) or 'keep'.")
     check_backend(getattr(model.config, "_attn_implementation", None))
-    bodies = _choose_stacks(architecture, model, stacks)
-    chosen = {name: choose_layers(layers, len(architecture.attentions(body))) for name, body in bodies.items()}
-    _check_layers(architecture, bodies, chosen)
-    for body in bodies.values():
-        architecture.check_native(body)
-    is_causal = any(architecture.geometry(body, 0).causal for body in bodies.values())
+    wanted = _choose_stacks(sites, stacks)
+    chosen = {name: choose_layers(layers, len(stack.attentions)) for name, stack in wanted.items()}
+    _check_layers(architecture, wanted, chosen)
+    for stack in wanted.values():
+        architecture.check_native(stack.body)
+    is_causal = any(architecture.geometry(stack.body, 0).causal for stack in wanted.values())
     if is_causal and getattr(model.config, "is_causal", True) is False:
         raise DirectionError(
             f"The config says is_causal=False, but {architecture.name} is patched as causal attention only. Use a "
@@ -347,25 +350,19 @@ def prepare(
     taken = {group.id for group in kept}
     number = next(number for number in range(len(taken) + 1) if number not in taken)
     group = Group(number, scheme, cast("Native", native), {n: Part(part, options) for n, part in chosen.items()})
-    built = surgery.build_group(architecture, model, group, info)
+    built = surgery.build_group(sites, group, info)
     resolved = {name: Part(chosen[name], next(iter(part.values())).options()) for name, part in built.items()}
     group = replace(group, stacks=resolved)
-    return Preparation(architecture, model, group, built, kept, _warnings(architecture, bodies, group, kept, built))
+    return Preparation(sites, group, built, kept, _warnings(sites, group, kept, built))
 
 
-def _warnings(
-    architecture: Architecture,
-    bodies: dict[str, nn.Module],
-    group: Group,
-    kept: list[Group],
-    built: dict[str, dict[int, Scheme]],
-) -> list[str]:
-    found = []
+def _warnings(sites: Sites, group: Group, kept: list[Group], built: dict[str, dict[int, Scheme]]) -> list[str]:
+    architecture, found = sites.architecture, []
     for name, part in group.stacks.items():
         scheme = next(iter(built[name].values()))
         found += [f"{name}: {caution}" for caution in scheme.cautions(native_kept=group.native == "keep")]
         covered = set(part.layers).union(*(g.stacks[name].layers for g in kept if name in g.stacks))
-        missing = len(architecture.attentions(bodies[name])) - len(covered)
+        missing = len(sites.stacks[name].attentions) - len(covered)
         if missing and group.native == "remove" and not architecture.native_per_layer:
             found.append(
                 f"The {architecture.native} of {architecture.name} enters before the first layer: removing it leaves "
@@ -378,18 +375,19 @@ def _warnings(
 # -- stacks and layers -------------------------------------------------------------------------------------------------
 
 
-def _choose_stacks(architecture: Architecture, model: nn.Module, stacks: Stacks) -> dict[str, nn.Module]:
-    """Return the chosen bodies by stack name."""
-    bodies = architecture.stacks(model)
+def _choose_stacks(sites: Sites, stacks: Stacks) -> dict[str, Stack]:
+    """Return the chosen stacks by name."""
+    found = dict(sites.stacks)
     if stacks is None:
-        return bodies
+        return found
     wanted = [stacks] if isinstance(stacks, str) or not isinstance(stacks, Iterable) else list(stacks)
     # A list, since what was given may be unhashable.
-    if not wanted or any(name not in list(bodies) for name in wanted):
+    if not wanted or any(name not in list(found) for name in wanted):
         raise LayerSelectionError(
-            f"stacks={shown(stacks)}: a {type(model).__name__} has the stacks {', '.join(bodies)}. Choose among these."
+            f"stacks={shown(stacks)}: a {type(sites.model).__name__} has the stacks {', '.join(found)}. Choose among "
+            "these."
         )
-    return {name: body for name, body in bodies.items() if name in wanted}
+    return {name: stack for name, stack in found.items() if name in wanted}
 
 
 def native_scheme(model: nn.Module) -> str | None:
@@ -469,10 +467,10 @@ def _index(layers: object, name: Any, count: int) -> int:
     return index % count
 
 
-def _check_layers(architecture: Architecture, bodies: dict[str, nn.Module], chosen: dict[str, tuple[int, ...]]) -> None:
+def _check_layers(architecture: Architecture, stacks: dict[str, Stack], chosen: dict[str, tuple[int, ...]]) -> None:
     """Raise unless every chosen attention is a plain one of the architecture, with all it needs."""
-    for name, body in bodies.items():
-        attentions = architecture.attentions(body)
+    for name, stack in stacks.items():
+        attentions = stack.attentions
         for layer in chosen[name]:
             kind = type(attentions[layer])
             found = f"a {kind.__module__}.{kind.__qualname__}"

@@ -150,7 +150,7 @@ def plan(
     per_token, per_sequence = _cache_bytes(prepared, model)
     start, tolerance = describe_start(prepared.schemes, native)
     return Plan(
-        architecture=prepared.architecture.name,
+        architecture=prepared.sites.architecture.name,
         scheme=scheme,
         native=native,
         options={name: dict(part.options) for name, part in prepared.group.stacks.items()},
@@ -201,7 +201,7 @@ def _verify(model: Any) -> Verification:
             )
     architecture = of_model(model)
     _check_enabled("verify", architecture, model)
-    layers = Counter(module.posenc_group for _, _, _, module in surgery.patched_layers(architecture, model))
+    layers = Counter(module.posenc_group for _, _, _, module in surgery.Sites.of(model).patched())
     # An encoder alone has layers of some groups only.
     groups = [group for group in record.from_config(model.config) if group.id in layers]
     if not groups:
@@ -342,7 +342,7 @@ def explain(model: PreTrainedModel, *, length: int | None = None) -> Explanation
         raise OptionError(f"explain: length={length!r}: expected a positive number of tokens.")
     _check_enabled("explain", architecture, model)
     names = {group.id: group.scheme for group in record.from_config(model.config)}
-    layers = [(stack, i, names[x.posenc_group]) for stack, _, i, x in surgery.patched_layers(architecture, model)]
+    layers = [(stack, i, names[x.posenc_group]) for stack, _, i, x in surgery.Sites.of(model).patched()]
     choices: list[tuple[str, str | None]] = []
     try:
         with evaluating(model):

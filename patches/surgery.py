@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import ArchitectureError, LayerSelectionError, NotPatchedError
 from hf_posenc.patches import record
-from hf_posenc.patches.architecture import Architecture
+from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.record import FULL, Group, Strengths
 from hf_posenc.registry import SchemeInfo, make
 from hf_posenc.scheme import Scheme
@@ -87,20 +87,55 @@ def parts(model: nn.Module) -> dict[str, Any]:
 
     A converted model is its own part, of empty name; only composites, which are made of several models, have others.
     """
+    if _is_part(model):
+        return {"": model}
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
-        is_one = isinstance(module, PreTrainedModel) and not getattr(module, "posenc_encloses", False)
-        if is_one and is_patched(module) and not any(name.startswith(f"{outer}.".lstrip(".")) for outer in found):
+        if _is_part(module) and not name.startswith(tuple(f"{outer}." for outer in found)):
             found[name] = module
     return found
 
 
-def patched_layers(architecture: Architecture, model: nn.Module) -> Iterator[tuple[str, nn.Module, int, Any]]:
-    """Yield each layer that has a scheme: name of the stack, its body, index of the layer, and its attention."""
-    for name, body in architecture.stacks(model).items():
-        for layer, attention in enumerate(architecture.attentions(body)):
-            if is_patched(attention):
-                yield name, body, layer, attention
+def _is_part(module: nn.Module) -> bool:
+    """Whether a module is a converted model, and not a composite around some."""
+    return isinstance(module, PreTrainedModel) and is_patched(module) and not getattr(module, "posenc_encloses", False)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A series of layers with one encoding: its body, and its layers and their attentions, in order."""
+
+    body: nn.Module
+    layers: Sequence[nn.Module]
+    attentions: Sequence[nn.Module]
+
+
+@dataclass(frozen=True)
+class Sites:
+    """The places of schemes in a model, by name of the stack, from one walk over it.
+
+    An operation makes one record and hands it on. It holds while no layer is added, cut or replaced; a patch only
+    changes classes, and adds modules inside of attentions and bodies.
+    """
+
+    architecture: Architecture
+    model: Any
+    stacks: Mapping[str, Stack]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Sites:
+        """Find the places of a model. The errors are those of its architecture."""
+        known = of_model(model)
+        bodies = known.stacks(model)
+        stacks = {name: Stack(body, known.layers(body), known.attentions(body)) for name, body in bodies.items()}
+        return cls(known, model, stacks)
+
+    def patched(self) -> Iterator[tuple[str, nn.Module, int, Any]]:
+        """Yield each layer that has a scheme: name of the stack, its body, index of the layer, and its attention."""
+        for name, stack in self.stacks.items():
+            for layer, attention in enumerate(stack.attentions):
+                if is_patched(attention):
+                    yield name, stack.body, layer, attention
 
 
 def is_of_scheme(name: str) -> bool:
@@ -132,9 +167,7 @@ def swap(architecture: Architecture, target: Any) -> None:
     swap_class(target, twin)
 
 
-def build_group(
-    architecture: Architecture, model: nn.Module, group: Group, info: SchemeInfo, *, is_new: bool = False
-) -> dict[str, dict[int, Scheme]]:
+def build_group(sites: Sites, group: Group, info: SchemeInfo, *, is_new: bool = False) -> dict[str, dict[int, Scheme]]:
     """Build the schemes of a group: by stack, one per layer; a shared one is the same object for all its layers.
 
     A new model, built from a config, has tables that nobody trained: its schemes see their shapes only.
@@ -142,16 +175,20 @@ def build_group(
     A part that layers share is left in the first layer's scheme, from where `attach` takes it.
     """
     # Without this, `torch.device("meta")` around the call would leave the schemes without values.
-    where = contextlib.nullcontext() if next(model.parameters()).is_meta else torch.device("cpu")
+    architecture = sites.architecture
+    where = contextlib.nullcontext() if next(sites.model.parameters()).is_meta else torch.device("cpu")
     built: dict[str, dict[int, Scheme]] = {}
-    for name, body in architecture.stacks(model).items():
-        part = group.stacks.get(name)
+    for name, stack in sites.stacks.items():
+        part, body = group.stacks.get(name), stack.body
         if part is None:
             continue
         schemes = built[name] = {}
         with where:
-            geometries = [architecture.geometry(body, layer) for layer in part.layers]
-            rms = architecture.embedding_rms(body)
+            with architecture.reading():
+                geometries = [architecture.geometry(body, layer) for layer in part.layers]
+            known: dict[str, Any] = {}
+            if (rms := architecture.embedding_rms(body)) is not None:
+                known["embedding_rms"] = rms
             own = [geometry.inv_freq for geometry in geometries if geometry.inv_freq is not None]
             uniform = all(torch.equal(frequencies, own[0]) for frequencies in own)
             first, last = part.layers[0], part.layers[-1]
@@ -159,16 +196,14 @@ def build_group(
                 if layer != first and schemes[first].shared:
                     schemes[layer] = schemes[first]
                     continue
-                geometry = replace(geometry, first=layer == first, last=layer == last, uniform=uniform)
-                if rms is not None:
-                    geometry = replace(geometry, embedding_rms=rms)
+                geometry = replace(geometry, first=layer == first, last=layer == last, uniform=uniform, **known)
                 if is_new and geometry.native is not None:
                     blank = geometry.native.weight.to("meta")
                     geometry = replace(geometry, native=replace(geometry.native, weight=blank))
                 schemes[layer] = make(info, geometry, part.options)
                 if layer != first:
                     take_common(schemes[layer])
-        count = len(architecture.attentions(body))
+        count = len(stack.attentions)
         acts = schemes[first].overrides("embed")
         if acts and (width := architecture.embedding_size(body)) != geometries[0].hidden_size:
             raise ArchitectureError(
@@ -191,38 +226,38 @@ def take_common(scheme: Scheme) -> Scheme | None:
     return common
 
 
-def install(
-    architecture: Architecture, model: nn.Module, built: Sequence[tuple[Group, Schemes]], strengths: Strengths = FULL
-) -> None:
+def install(sites: Sites, built: Sequence[tuple[Group, Schemes]], strengths: Strengths = FULL) -> None:
     """Give a model its patched classes and the schemes of groups, and settle all that depends on them."""
-    for name, body in architecture.stacks(model).items():
-        attentions = architecture.attentions(body)
+    architecture, model = sites.architecture, sites.model
+    for name, stack in sites.stacks.items():
         layers = sorted({layer for _, schemes in built for layer in schemes.get(name, ())})
-        for module in [attentions[layer] for layer in layers] + list(architecture.swapped(body) if layers else ()):
+        swapped = architecture.swapped(stack.body) if layers else ()
+        for module in (*(stack.attentions[layer] for layer in layers), *swapped):
             swap(architecture, module)
     for module in model.modules():
-        if type(module) in architecture.twins and hasattr(module, "config") and hasattr(module, "save_pretrained"):
+        if isinstance(module, PreTrainedModel) and type(module) in architecture.twins:
             swap(architecture, module)
     for config in configs(model):
         swap(architecture, config)
     for group, schemes in built:
-        attach(architecture, model, group, schemes)
-    settle_layers(architecture, model)
-    settle_native(architecture, model)
-    set_strengths(architecture, model, strengths)
+        with architecture.reading():
+            attach(sites, group, schemes)
+    settle_layers(sites)
+    settle_native(sites)
+    set_strengths(sites, strengths)
 
 
-def attach(architecture: Architecture, model: nn.Module, group: Group, built: Schemes) -> None:
+def attach(sites: Sites, group: Group, built: Schemes) -> None:
     """Put the schemes of one group into a model whose classes are swapped already."""
-    for name, body in architecture.stacks(model).items():
-        attentions = architecture.attentions(body)
+    for name, stack in sites.stacks.items():
+        body = stack.body
         for layer, scheme in built.get(name, {}).items():
-            attention: Any = attentions[layer]
+            attention: Any = stack.attentions[layer]
             # Layers that torch.ao quantised have no parameters.
             device = next(chain(attention.parameters(), body.parameters())).device
             attention.posenc_group = group.id
             attention.posenc_keeps_native = group.native == "keep"
-            for attribute, value in architecture.attributes(body, layer).items():
+            for attribute, value in sites.architecture.attributes(body, layer).items():
                 setattr(attention, attribute, value)
             attention._modules.pop(OWN, None)
             common = scheme if scheme.shared else take_common(scheme)
@@ -235,22 +270,26 @@ def attach(architecture: Architecture, model: nn.Module, group: Group, built: Sc
                 container.add_module(str(group.id), _placed(common, next(body.parameters()).device))
 
 
-def settle_layers(architecture: Architecture, model: nn.Module) -> None:
+def settle_layers(sites: Sites) -> None:
     """Give layers whose scheme carries state their patched class, and all others their stock class.
 
     The name of a layer's class tells accelerate what must not be split between devices.
     """
-    for body in architecture.stacks(model).values():
-        for layer, attention in zip(architecture.layers(body), architecture.attentions(body), strict=True):
+    architecture = sites.architecture
+    layer: Any
+    attention: Any
+    for stack in sites.stacks.values():
+        for layer, attention in zip(stack.layers, stack.attentions, strict=True):
             scheme = attention._modules.get(OWN)
             if isinstance(scheme, Scheme) and scheme.overrides("carry"):
                 swap(architecture, layer)
                 layer.posenc_group = attention.posenc_group
             elif is_patched(layer):
                 restore(layer)
-    there = {type(module).__name__ for module in model.modules()}
+    modules = list(sites.model.modules())
+    there = {type(module).__name__ for module in modules}
     pairs = [{stock.__name__, twin.__name__} for stock, twin in architecture.twins.items()]
-    for module in model.modules():
+    for module in (module for module in modules if isinstance(module, PreTrainedModel)):
         unsplit = set(getattr(module, "_no_split_modules", None) or ())
         concerned = set().union(*(pair for pair in pairs if pair & unsplit and pair & there))
         wanted = (unsplit - concerned) | (there & concerned)
@@ -258,11 +297,11 @@ def settle_layers(architecture: Architecture, model: nn.Module) -> None:
             vars(module)["_no_split_modules"] = wanted
 
 
-def set_strengths(architecture: Architecture, model: nn.Module, strengths: Strengths) -> None:
+def set_strengths(sites: Sites, strengths: Strengths) -> None:
     """Set the strengths of the model's own encoding and of the schemes, in all modules that read them."""
-    for body in architecture.stacks(model).values():
+    for stack in sites.stacks.values():
         module: Any
-        for module in (body, *architecture.swapped(body)):
+        for module in (stack.body, *sites.architecture.swapped(stack.body)):
             if is_patched(module):
                 module.posenc_strengths = strengths
 
@@ -288,13 +327,12 @@ def check_patched(
         raise NotPatchedError(f"{caller}: the {type(model).__name__} is not patched. {advice}")
 
 
-def check_record(architecture: Architecture, model: Any) -> None:
+def check_record(sites: Sites) -> None:
     """Raise `ArchitectureError` unless a model's patched layers are those that its config names, each in its group."""
-    bodies = architecture.stacks(model)
+    model = sites.model
     groups = record.from_config(model.config)
-    named = {place: group.id for group in groups for place in group.places() if place[0] in bodies}
-    layers = patched_layers(architecture, model)
-    patched = {(name, layer): attention.posenc_group for name, _, layer, attention in layers}
+    named = {place: group.id for group in groups for place in group.places() if place[0] in sites.stacks}
+    patched = {(name, layer): attention.posenc_group for name, _, layer, attention in sites.patched()}
     if named != patched:
         raise ArchitectureError(
             f"The config of the {stock_class(type(model)).__name__} names schemes for {len(named)} layers, and "
@@ -327,9 +365,9 @@ def scheme_of(body: nn.Module, attention: nn.Module) -> Any:
     return own if own is not None else getattr(body._modules[SHARED], str(attention.posenc_group))
 
 
-def drop_shared(architecture: Architecture, model: nn.Module, kept: Sequence[Group]) -> None:
+def drop_shared(sites: Sites, kept: Sequence[Group]) -> None:
     """Remove the shared schemes that belong to no group any more."""
-    for stack, body in architecture.stacks(model).items():
+    for stack, body in ((name, stack.body) for name, stack in sites.stacks.items()):
         container = body._modules.get(SHARED)
         if container is None:
             continue
@@ -340,19 +378,21 @@ def drop_shared(architecture: Architecture, model: nn.Module, kept: Sequence[Gro
             del body._modules[SHARED]
 
 
-def settle_native(architecture: Architecture, model: nn.Module) -> None:
+def settle_native(sites: Sites) -> None:
     """Freeze the parameters of the model's own encoding where nothing reads them, and thaw them where something does.
 
     A parameter that is trained but unused makes distributed training fail; it stays in checkpoints for `unpatch`.
     """
+    architecture = sites.architecture
     body: Any
     module: Any
-    for body in architecture.stacks(model).values():
-        removed = native_removed(architecture, body)
+    for stack in sites.stacks.values():
+        body, attentions = stack.body, stack.attentions
+        removed = native_removed(architecture, attentions)
         for module in architecture.swapped(body):
             module.posenc_removed = removed
         frozen = set(vars(body).get("posenc_frozen", []))
-        parameters, attentions = architecture.native_parameters(body), architecture.attentions(body)
+        parameters = architecture.native_parameters(body)
         for index, parameter in enumerate(parameters):
             unread = removed or (len(parameters) == len(attentions) and _has_removed(attentions[index]))
             if unread and parameter.requires_grad:
@@ -364,9 +404,8 @@ def settle_native(architecture: Architecture, model: nn.Module) -> None:
         body.posenc_frozen = sorted(frozen)
 
 
-def native_removed(architecture: Architecture, body: nn.Module) -> bool:
-    """Whether no layer of a body uses the model's own encoding any more."""
-    attentions = architecture.attentions(body)
+def native_removed(architecture: Architecture, attentions: Sequence[nn.Module]) -> bool:
+    """Whether no layer of a stack uses the model's own encoding any more, given its attentions."""
     removed = [attention for attention in attentions if _has_removed(attention)]
     return bool(removed) and (not architecture.native_per_layer or len(removed) == len(attentions))
 
@@ -380,8 +419,10 @@ def configs(model: nn.Module) -> list[Any]:
     """Return every config object in a model once, the model's own first."""
     found: list[Any] = []
     for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(module, "save_pretrained") and not any(config is other for other in found):
+        if not hasattr(type(module), "save_pretrained"):
+            continue
+        config: Any = getattr(module, "config", None)
+        if config is not None and not any(config is other for other in found):
             found.append(config)
     return found
 

@@ -435,7 +435,7 @@ def test_an_embedding_table_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_facts_follow_code_and_config_that_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are read once for the same code and config, and a caller may write into them."""
+    """They are read once for the same code and config, and a scheme may write into what it gets."""
     model, runs = make("olmo2"), []
     architecture, body = of_model(model), model.model
     modeling, rotary = inspect.getmodule(type(body)), type(body.rotary_emb)
@@ -446,7 +446,7 @@ def test_facts_follow_code_and_config_that_are_replaced(monkeypatch: pytest.Monk
         with monkeypatch.context() as patch:
             for thing, name, value in replaced:
                 (patch.setitem if isinstance(thing, dict) else patch.setattr)(thing, name, value)
-            return architecture.facts(body, 0).geometry
+            return architecture.geometry(body, 0)
 
     with torch.inference_mode():
         read().inv_freq.zero_()
@@ -746,3 +746,30 @@ def test_modules_that_are_no_family_are_refused() -> None:
     for name in ("jamba", "nemotron_h"):
         with pytest.raises(ArchitectureError, match=f"Cannot add the family ('{name}'|of NemotronHConfig)"):
             add_family(name, {})
+
+
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_an_operation_walks_the_model_once_for_its_layers(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, count = make(name), Counter[str]()
+    kind = type(of_model(model))
+
+    def counted(thing: Any, function: str) -> None:
+        run = getattr(thing, function)
+        monkeypatch.setattr(thing, function, lambda *given: count.update([function]) or run(*given))
+
+    counted(probe, "_code")
+    for function in ("stacks", "attentions"):
+        counted(kind, function)
+
+    def walks(*bounds: int) -> None:
+        assert all(count[what] <= most for what, most in zip(("stacks", "attentions", "_code"), bounds, strict=True))
+        count.clear()
+
+    hf_posenc.patch(model, "alibi")
+    walks(2, 2, 4)
+    model.save_pretrained(tmp_path)
+    walks(2, 2, 0)
+    type(model).from_pretrained(tmp_path)
+    walks(3, 3, 2)

@@ -62,9 +62,10 @@ def read_stack(architecture: Architecture, model: PreTrainedModel, name: str) ->
     layers: list[Layer] = []
     known: dict[nn.Module, Equivalent] = {}
     attention: Any
-    for index, attention in enumerate(architecture.attentions(body)):
+    attentions = architecture.attentions(body)
+    for index, attention in enumerate(attentions):
         added: Equivalent = Nothing()
-        native = not surgery.native_removed(architecture, body)
+        native = not surgery.native_removed(architecture, attentions)
         place = f"layer {index} of the {name} (without a scheme)"
         if surgery.is_patched(attention):
             group, scheme = groups[attention.posenc_group], surgery.scheme_of(body, attention)

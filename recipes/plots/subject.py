@@ -179,7 +179,7 @@ def _see(model: PreTrainedModel, inputs: Mapping[str, Mapping[str, Tensor]]) -> 
     architecture = of_model(model)
     found: dict[tuple[str, int], Layer] = {}
     encoded: dict[str, Tensor] = {}
-    layers = {layer[-1]: layer for layer in surgery.patched_layers(architecture, model)}
+    layers = {layer[-1]: layer for layer in surgery.Sites.of(model).patched()}
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stack, body, index, _ = layers[module]

@@ -150,7 +150,7 @@ def _wanted(model: PreTrainedModel, ids: Tensor | None, block: Block) -> dict[Ad
     heads = {} if ids is None else _heads(model, ids, block)
     wanted: dict[AdditiveBias, list[Error]] = {}
     groups = {group.id: group.scheme for group in record.from_config(model.config)}
-    for stack, body, layer, attention in surgery.patched_layers(architecture, model):
+    for stack, body, layer, attention in surgery.Sites.of(model).patched():
         geometry, name = architecture.geometry(body, layer), groups[attention.posenc_group]
         scheme = surgery.scheme_of(body, attention)
         scheme = scheme.base if isinstance(scheme, Composite) else scheme  # an add-on is no part of the bias
@@ -187,7 +187,7 @@ def _heads(model: PreTrainedModel, ids: Tensor, block: Block) -> dict[nn.Module,
         found[module] = q[:, :, rows].float().cpu(), k.float().cpu()
 
     architecture = of_model(model)
-    patched = [attention for *_, attention in surgery.patched_layers(architecture, model)]
+    patched = [attention for *_, attention in surgery.Sites.of(model).patched()]
     with hooked(patched, look), evaluating(model), torch.no_grad(), disabled(model):
         for body in architecture.stacks(model).values():
             body(input_ids=ids)

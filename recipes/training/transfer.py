@@ -379,7 +379,7 @@ def match(
 def places_of(model: PreTrainedModel, architecture: Architecture) -> list[tuple[str, int]]:
     """Return stack and layer of each converted attention; raise if the native encoding does not act in attention."""
     found = []
-    for stack, body, layer, _ in surgery.patched_layers(architecture, model):
+    for stack, body, layer, _ in surgery.Sites.of(model).patched():
         geometry = architecture.geometry(body, layer)
         if geometry.axes > 1 or (geometry.inv_freq is None and geometry.native_table("t5") is None):
             raise OptionError(
