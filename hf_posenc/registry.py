@@ -24,6 +24,7 @@ from hf_posenc.scheme import Direction, Scheme, option_names
 _LARGEST_TENSOR = 2**30
 # The option of every scheme that none has to declare.
 _WINDOW = "window"
+_FILLS = {"uniform_", "normal_", "constant_", "kaiming_uniform_", "fill_", "zero_"}
 _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
 
 
@@ -249,13 +250,16 @@ class _Making(TorchFunctionMode):
                 )
             if kwargs.get("dtype") is None:
                 kwargs = {**kwargs, "dtype": torch.float32}
+        filled = args[0] if args else kwargs.get("tensor")
+        if getattr(func, "__name__", None) in _FILLS and isinstance(filled, torch.Tensor) and filled.is_meta:
+            return filled  # It has no values; a checkpoint brings them.
         return func(*args, **kwargs)
 
 
 def check_options(info: SchemeInfo, options: Mapping[str, Any]) -> None:
     """Raise `OptionError` unless every option exists and has the annotated type."""
     names = option_names(info.cls)
-    hints = typing.get_type_hints(info.cls.__init__)
+    hints = _hints(info.cls)
     for name, value in options.items():
         if name == _WINDOW and name not in names:
             if value is not None and not (is_count(value) and value >= 1):
@@ -267,6 +271,12 @@ def check_options(info: SchemeInfo, options: Mapping[str, Any]) -> None:
             raise OptionError(f"{info.name} has no option {shown(name)}. {suggest(name, names)}")
         if not _matches(value, hints[name]):
             raise OptionError(f"{info.name}: option {name}={shown(value)}: expected {_expected(value, hints[name])}.")
+
+
+@functools.cache
+def _hints(scheme: type[Scheme]) -> dict[str, Any]:
+    """Return the types of the options of a scheme class."""
+    return typing.get_type_hints(scheme.__init__)
 
 
 def _matches(value: Any, hint: Any) -> bool:
@@ -360,7 +370,7 @@ def describe(scheme: str) -> Description:
     texts: dict[str, str] = {}
     for base in (base for kind in kinds for base in kind.__mro__):
         texts = _documentation(base)[1] | texts
-    hints = typing.get_type_hints(info.cls.__init__)
+    hints = _hints(info.cls)
     options = tuple(
         Option(name, _in_code(hints[name]), default, texts.get(name, ""))
         for name, default in info.option_defaults().items()

@@ -3,6 +3,7 @@
 See `hf_posenc.operands` for the letters in shape comments.
 """
 
+import functools
 import inspect
 from abc import ABCMeta
 from collections.abc import Callable, Mapping
@@ -290,6 +291,7 @@ class Scheme(nn.Module, metaclass=_Started):
         return ", ".join(f"{name}={value!r}" for name, value in self.options().items())
 
 
+@functools.cache
 def option_names(scheme: type[Scheme]) -> tuple[str, ...]:
     """Return the names of the options of a scheme class, in order."""
     parameters = inspect.signature(scheme.__init__).parameters.values()

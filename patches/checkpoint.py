@@ -394,7 +394,7 @@ def check_stored(model: Any, state_dict: Any, files: Sequence[str] | None, load_
             _refuse_two(weights, index)
     stored, unbound = _read_headers(files, model.config) if files else (state_dict, [])
     wanted = model.state_dict(keep_vars=True)
-    targets = {name: _target(name, model, wanted, mapping) for name in stored}
+    targets = _targets(stored, model, wanted, mapping)
     found = {target: stored[name] for name, (target, _) in targets.items()}
     # Only one of several tied tensors has to be there.
     tied = getattr(model, "all_tied_weights_keys", {})
@@ -449,7 +449,7 @@ def owed(model: Any, missing: Collection[str], mapping: Iterable[Any] = ()) -> l
     with torch.device("meta"):
         # Arguments of a class may ask for more than a config does, so the model itself will not do.
         other = kinds[0](copy.deepcopy(model.config)) if kinds else model
-    had = {_target(name, model, wanted, mapping)[0] for name in other.state_dict()}
+    had = {target for target, _ in _targets(other.state_dict(), model, wanted, mapping).values()}
     return [name for name in missing if name in had or is_of_scheme(name)]
 
 
@@ -461,13 +461,17 @@ def _of_layers(model: Any, unknown: Iterable[str], wanted: Iterable[str]) -> lis
     return [n for n in unknown if is_of_scheme(n) or n.removeprefix(prefix).startswith(tuple(lists))]
 
 
-def _target(name: str, model: Any, wanted: dict[str, Any], mapping: Iterable[Any]) -> tuple[str, bool]:
-    """Return the name in the model of a checkpoint's tensor, and whether tensors are merged or split for it."""
+def _targets(
+    names: Iterable[str], model: Any, wanted: dict[str, Any], mapping: Iterable[Any]
+) -> dict[str, tuple[str, bool]]:
+    """Return each stored tensor's name in the model, and whether tensors are merged or split for it."""
     kinds = [[entry for entry in mapping if isinstance(entry, kind)] for kind in (WeightRenaming, WeightConverter)]
-    target, pattern = rename_source_key(name, *kinds, model.base_model_prefix, wanted)
-    if target not in wanted and name in wanted:
-        return name, False
-    return target, pattern is not None
+    found = {}
+    for name in names:
+        target, pattern = rename_source_key(name, *kinds, model.base_model_prefix, wanted)
+        is_same = target not in wanted and name in wanted
+        found[name] = (name, False) if is_same else (target, pattern is not None)
+    return found
 
 
 def _shape(wanted: Any) -> tuple[int, ...]:
