@@ -4,7 +4,8 @@ In a plain causal sequence every query sees its own key, and the lengths of quer
 may do against the bias. A key is left out if its bias is lower than that of the own key by the slack of the head: twice
 this bound, and the logarithm of the least weight. So this changes no number by more than rounding does.
 
-Speed at 2,048 tokens, forward / both directions: ALiBi 1.3 / 1.6 x, FoX with gates half open 2.0 / 2.2 x.
+Speed at 2,048 tokens with random operands, forward / both directions: ALiBi 1.3 / 1.6 x, FoX 1.2 / 1.2 x, and with
+`init="official"` 2.0 / 2.2 x. The long queries and keys of a trained model leave less to gain.
 """
 
 import itertools
@@ -34,7 +35,8 @@ def slack_of(q: Tensor, k: Tensor, scale: float) -> Tensor:
     of_q, of_k = (torch.linalg.vector_norm(x, dim=-1, dtype=precise).amax(dim=(0, 2)) for x in (q, k))
     # The own key's product is not less than the negative of this bound, any other not more than the bound.
     bound = abs(scale) * of_q * of_k.repeat_interleave(len(of_q) // len(of_k))
-    return 2 * bound + NATS
+    slack: Tensor = 2 * bound + NATS
+    return slack
 
 
 def spread(bias: Tensor) -> float:
