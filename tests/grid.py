@@ -33,6 +33,13 @@ OTHER_PAIRS = {"test_matrix": 6, "test_strength": 12}
 # Further architectures, on which only one scheme for each set of seams runs; of many, one in five by default.
 ONE_MORE = {"test_families", "test_vit"}
 
+# Of these files, whose products would take half an hour, one case of the grid in so many runs with it. The others are
+# `slow`: they run on demand.
+SAMPLED = {
+    "test_composites": 6, "test_derivatives": 4, "test_first_use": 10, "test_keys_ahead": 4,
+    "test_masks_and_positions": 6, "test_packing": 4, "test_targets": 24, "test_warnings": 9,
+}  # fmt: skip
+
 _SEAMS = (
     "embed", "project", "recall", "score", "weigh", "mix", "carry", "finish", "feed", "make_common", "state_bytes",
 )  # fmt: skip
@@ -96,6 +103,11 @@ def mark(items: list[pytest.Item]) -> list[pytest.Item]:
                         if (turn + number + place) % rare:
                             left_out.append(case)
             met.add(name)
+    for file, count in SAMPLED.items():
+        cases = [item for item in items if item.path.stem == file and item.get_closest_marker("grid")]
+        for number, case in enumerate(cases):
+            if number % count:
+                case.add_marker(pytest.mark.slow)
     gone = set(left_out)
     items[:] = [item for item in items if item not in gone]
     return left_out
