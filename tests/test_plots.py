@@ -24,7 +24,8 @@ import hf_posenc
 from hf_posenc.cli import app
 from hf_posenc.cli import evaluate as commands
 from hf_posenc.recipes.intervals import Interval
-from hf_posenc.recipes.plots import curves, figures, kinds, style
+from hf_posenc.recipes.plots import figures, kinds
+from hf_posenc.recipes.reports import curves, style
 from hf_posenc.recipes.runs.request import MEASURES
 from hf_posenc.structures import Numbers, Picture
 
