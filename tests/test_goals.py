@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from hf_posenc.patches.plan import skeleton
 from hf_posenc.patches.rotary import native_rope, set_rope
 from hf_posenc.recipes import goals, library, memory, processes
 from hf_posenc.recipes.goals import read_recipe
+from hf_posenc.recipes.loading import auto_class
 from hf_posenc.recipes.runs import run
 from hf_posenc.recipes.schema import checks, fields
 from hf_posenc.recipes.schema.recipe import Recipe, Training
@@ -323,18 +325,26 @@ def test_micro_batches_fit_the_memory() -> None:
     recipe, model = read("llama", "control"), checkpoint("llama")
     need = memory.need(model, recipe, 128)
     weights = sum(weight.numel() for weight in model.parameters())
-    assert need.fixed == 16 * weights  # weights, gradients and two moments in float32
-    assert memory.need(model, read("llama", "swap", "scheme=fire"), 128).fixed == 20 * weights  # and a teacher
+    table = model.get_input_embeddings().weight.numel()
+    assert model.config.tie_word_embeddings
+    assert need.fixed == 12 * weights + memory._SLACK  # weights and two moments in float32
+    assert need.gradients == 4 * (weights + 2 * table)  # the head's, and the sum of both
+    taught = read("llama", "swap", "scheme=fire")
+    assert memory.need(model, taught, 128).fixed == 16 * weights + memory._SLACK  # and a teacher
     # An adapter needs no copy of the original, but a teacher of its own is one.
     tuned = [
         memory.need(model.requires_grad_(False), read("llama", "swap", "scheme=fire", "adapter=lora", *of), 128).fixed
         for of in ((), ("distillation.teacher=other",))
     ]
-    assert tuned == [4 * weights, 8 * weights]
+    assert tuned == [4 * weights + memory._SLACK, 8 * weights + memory._SLACK]
     model.requires_grad_(True)
     assert memory.need(skeleton(CONFIGS["llama"]), recipe, 128) == need
-    plenty, tight = 2 * need.of(8), int(1.01 * need.of(2) / 0.8)
+    # Gradients come when activations go, unless those of an earlier forward are there.
+    assert need.of(2) == need.fixed + 2 * need.window
+    assert need.of(2, accumulates=True) == need.of(2) + need.gradients
+    plenty, tight = 2 * need.of(8), int(1.01 * need.of(2, accumulates=True) / 0.8)
     assert memory.micro_batch(Training(), need, plenty)[0] is None
+    assert memory.micro_batch(Training(batch_size=2), need, int(1.01 * need.of(2) / 0.8))[0] is None
     found, words = memory.micro_batch(Training(), need, tight)
     assert found == 2
     assert "2 of 8 windows" in words
@@ -342,6 +352,36 @@ def test_micro_batches_fit_the_memory() -> None:
     assert memory.micro_batch(Training(batch_size=10**20), need, tight)[0] == 2
     assert memory.micro_batch(Training(micro_batch_size=4), need, tight)[0] == 4
     assert "may not fit" in memory.micro_batch(Training(), need, need.fixed)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"), [*((name, None) for name in CONFIGS), ("llama", "kerple"), ("bert", "fire")]
+)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_activations_are_what_a_backward_pass_keeps(name: str, scheme: str | None, precision: str) -> None:
+    config = copy.deepcopy(CONFIGS[name])
+    model = auto_class(config).from_config(config, dtype=torch.float32)
+    stock = copy.deepcopy(model).train()
+    if scheme is not None:
+        hf_posenc.patch(model, scheme)
+    count = memory._activations(model, halves=precision == "bfloat16")
+    ids, own = torch.ones(1, 61, dtype=torch.long), {id(weight) for weight in stock.parameters()}
+    kept: dict[int, Any] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in own and 61 in tensor.shape:
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    given = {"decoder_input_ids": ids} if config.is_encoder_decoder else {}
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"),
+    ):
+        stock.base_model(input_ids=ids, use_cache=False, **given)
+    real = sum(storage.nbytes() for storage in kept.values()) / 61
+    # Without memory, a mask is made that windows without padding do not need.
+    assert 0.95 * real < count < 1.1 * real
 
 
 @pytest.mark.parametrize("name", CONFIGS)
