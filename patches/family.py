@@ -228,6 +228,7 @@ class Family(Architecture):
         # The first one alone: this is asked for each layer.
         attention: Any = next(outermost(body, self.attention), None)
         if attention is None:
+            self.layers(body)  # which says so if there are none
             refuse(self.attention, "is missing")
         if not hasattr(attention, "is_causal"):
             refuse(self.attention, "does not say whether it is causal")

@@ -40,6 +40,12 @@ SAMPLED = {
     "test_masks_and_positions": 6, "test_packing": 4, "test_targets": 24, "test_warnings": 9,
 }  # fmt: skip
 
+# Of these files, which cross schemes and forms of input, one default case in so many stays; the others go to the grid.
+THINNED = {
+    "test_composites": 2, "test_data": 2, "test_derivatives": 3, "test_keys_ahead": 3, "test_masks_and_positions": 3,
+    "test_native": 4, "test_packing": 2, "test_reloading": 2, "test_targets": 4,
+}  # fmt: skip
+
 _SEAMS = (
     "embed", "project", "recall", "score", "weigh", "mix", "carry", "finish", "feed", "make_common", "state_bytes",
 )  # fmt: skip
@@ -108,6 +114,11 @@ def mark(items: list[pytest.Item]) -> list[pytest.Item]:
         for number, case in enumerate(cases):
             if number % count:
                 case.add_marker(pytest.mark.slow)
+    for file, count in THINNED.items():
+        cases = [item for item in items if item.path.stem == file and hasattr(item, "callspec")]
+        for number, case in enumerate(case for case in cases if not case.get_closest_marker("grid")):
+            if number % count:
+                case.add_marker(pytest.mark.grid)
     gone = set(left_out)
     items[:] = [item for item in items if item not in gone]
     return left_out

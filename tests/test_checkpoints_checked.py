@@ -107,7 +107,8 @@ def test_every_file_of_weights_has_the_digest_of_the_record(name: str, tmp_path:
     assert not hasattr(model, "hf_quantizer")
 
 
-def test_each_save_replaces_its_own_weights_only(tmp_path: Path) -> None:
+def test_each_save_replaces_its_own_weights_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # or it waits for the hub again and again
     model = converted("llama", "fire")
     load = AutoModelForCausalLM.from_pretrained
     # A clone without Git LFS has such files.

@@ -89,6 +89,7 @@ def equal_when_resumed(fresh: Any, callback: Any, folder: Path, *watch: Any) -> 
     return AutoModelForCausalLM.from_pretrained(checkpoint), again.model
 
 
+@pytest.mark.grid
 def test_a_resumed_handover_ends_with_the_same_weights(tmp_path: Path) -> None:
     half, _ = equal_when_resumed(kept, Handover(0.7), tmp_path)
     assert strengths(half) == pytest.approx((1 - 3 / 7, 3 / 7))  # those of its last step

@@ -408,7 +408,7 @@ VARIANTS = {
 }
 
 
-BY_DEFAULT = ("handover", "lora")
+BY_DEFAULT = ("handover",)
 CASES = [
     pytest.param(overrides, id=name, marks=[] if name in BY_DEFAULT else pytest.mark.grid)
     for name, overrides in VARIANTS.items()
