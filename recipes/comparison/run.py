@@ -19,7 +19,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from hf_posenc import registry
-from hf_posenc.errors import OptionError, PosencError, RecipeError, StorageError, shown
+from hf_posenc.errors import OptionError, RecipeError, StorageError, shown
 from hf_posenc.patches.directories import OutputError, published, write_text
 from hf_posenc.recipes import durations, library, storage
 from hf_posenc.recipes.comparison.findings import NATIVE, ORIGINAL, Examiner, Findings
@@ -167,7 +167,7 @@ def _tell_time(recipes: Mapping[str, Recipe], data: Prepared, length: int, conso
     for name, recipe in recipes.items():
         # A recipe of one's own may have long windows.
         texts = {stage.length or length: data for stage in recipe.stages().values()}
-        with contextlib.suppress(PosencError):  # It fails in its turn, which names the scheme.
+        with contextlib.suppress(Exception):  # Whatever it is, it fails in its turn, which names the scheme.
             found[name] = sum(seconds_for(recipe, texts).values())
     console.print(f"time: {durations.listed(found)}, and measuring", highlight=False, markup=False, soft_wrap=True)
 
