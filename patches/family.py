@@ -228,7 +228,7 @@ class Family(Architecture):
         # The first one alone: this is asked for each layer.
         attention: Any = next(outermost(body, self.attention), None)
         if attention is None:
-            self.layers(body)  # which says so if there are none
+            self.attentions(body)  # which says where it is missing
             refuse(self.attention, "is missing")
         if not hasattr(attention, "is_causal"):
             refuse(self.attention, "does not say whether it is causal")
@@ -311,6 +311,8 @@ class RotaryFamily(Family):
             try:
                 place = changed_at(live, stock, config, kind, stated_length(config) or 2048)
             except Exception as error:  # of any kind: the code may be the user's
+                for layer in range(len(self.attentions(body))):
+                    self.geometry(body, layer)  # A family that cannot be read says so itself.
                 refuse_changed(body, f"its rotation does not run like that of its config ({error})")
             if place is not None:
                 refuse_changed(body, f"at position {place} it rotates otherwise than its config states")
