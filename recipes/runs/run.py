@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import hashlib
 import itertools
 import math
@@ -541,6 +542,8 @@ def _go_on(trainer: AdaptationTrainer, checkpoint: Path | None) -> None:
         trainer.train()
         return
     with reading(str(checkpoint), DAMAGED):
+        # Trainer takes integers for floats: one beyond their range is damage that it would only meet later.
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_bytes(), parse_int=lambda digits: float(int(digits)))
         state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
         if state.global_step != files.step_of(checkpoint):
             raise ValueError(f"it is of step {shown(state.global_step)}")
