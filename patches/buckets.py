@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from hf_posenc.errors import ArchitectureError
 from hf_posenc.operands import Block, Geometry, NativeTable
 from hf_posenc.patches.architecture import refuse_changed, weight_of
+from hf_posenc.patches.attention import CONTEXT, LayerCall, PosencAttention
+from hf_posenc.patches.body import COORDS, PosencBody, tokens_in
 from hf_posenc.patches.cache import cache_of, self_attention
 from hf_posenc.patches.context import (
     Context,
@@ -27,7 +29,6 @@ from hf_posenc.patches.context import (
     stated_samples,
 )
 from hf_posenc.patches.family import Family, classes_of, register_family
-from hf_posenc.patches.seams import CONTEXT, COORDS, LayerCall, PosencAttention, PosencBody, tokens_in
 from hf_posenc.patches.surgery import is_patched
 from hf_posenc.schemes.families.additive import Buckets
 

@@ -28,8 +28,11 @@ from hf_posenc.patches.architecture import (
     stated_length,
     weight_of,
 )
+from hf_posenc.patches.attention import CONTEXT, PosencAttention
+from hf_posenc.patches.body import PosencBody
 from hf_posenc.patches.checkpoint import PosencConfig
 from hf_posenc.patches.context import Context, Switch
+from hf_posenc.patches.layer import PosencLayer
 from hf_posenc.patches.models import PosencGenerator, PosencModel
 from hf_posenc.patches.probe import (
     Facts,
@@ -42,7 +45,6 @@ from hf_posenc.patches.probe import (
     unchanged,
 )
 from hf_posenc.patches.rotary import changed_at, later_frequencies, of_kind
-from hf_posenc.patches.seams import CONTEXT, PosencAttention, PosencBody, PosencLayer
 
 # Fields of configs that name the activation.
 _ACTIVATIONS = ("hidden_activation", "hidden_act", "activation", "activation_function")

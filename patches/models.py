@@ -28,10 +28,11 @@ from hf_posenc.errors import (
 from hf_posenc.operands import check_coords
 from hf_posenc.patches import belonging, checkpoint, companions, record, reloading, surgery
 from hf_posenc.patches.architecture import of_model
+from hf_posenc.patches.attention import check_backend
+from hf_posenc.patches.body import REAL, tokens_in, with_signature_of
 from hf_posenc.patches.cache import cache_of
 from hf_posenc.patches.context import Mixin, check_length, real_tokens, resolve_positions, sequences, stated_samples
 from hf_posenc.patches.directories import saving
-from hf_posenc.patches.seams import REAL, check_backend, tokens_in, with_signature_of
 from hf_posenc.patches.surgery import Sites
 from hf_posenc.scheme import Scheme
 

@@ -31,10 +31,10 @@ from hf_posenc.errors import (
 )
 from hf_posenc.patches import belonging, composites, record, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
+from hf_posenc.patches.attention import check_backend
 from hf_posenc.patches.context import DISABLED, Switch
 from hf_posenc.patches.record import FULL, Group, Native, Part, Strengths
 from hf_posenc.patches.rotary import check_scheme
-from hf_posenc.patches.seams import check_backend
 from hf_posenc.patches.surgery import Sites, Stack
 from hf_posenc.scheme import Scheme
 

@@ -27,10 +27,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_posenc.errors import ArchitectureError
 from hf_posenc.operands import Geometry
 from hf_posenc.ops import Layout, turn_pairs
+from hf_posenc.patches.attention import LayerCall, PosencAttention
 from hf_posenc.patches.cache import NAMES
 from hf_posenc.patches.context import Context
 from hf_posenc.patches.rotary import native_frequencies, of_kind
-from hf_posenc.patches.seams import LayerCall, PosencAttention
 
 # The attention function of patched layers, and the keyword under which it finds what to do with its operands.
 _FUNCTION = "hf_posenc"

@@ -14,9 +14,10 @@ from hf_posenc.coordinates import grid
 from hf_posenc.errors import PositionError, ShapeError
 from hf_posenc.operands import Geometry, NativeTable, check_coords
 from hf_posenc.patches.architecture import embedding_rms, refuse_changed, weight_of
+from hf_posenc.patches.attention import CONTEXT
+from hf_posenc.patches.body import COORDS, PosencBody
 from hf_posenc.patches.context import Context, Switch, is_this_thread, real_tokens, refuse_samples, this_thread
 from hf_posenc.patches.family import Family, add_family
-from hf_posenc.patches.seams import CONTEXT, COORDS, PosencBody
 
 
 class PosencViTEmbeddings(Switch, ViTEmbeddings):

@@ -14,7 +14,7 @@ from torch import Tensor
 import hf_posenc
 from hf_posenc import PosencError
 from hf_posenc.errors import DirectionError, OptionError, PositionError, ShapeError
-from hf_posenc.patches.seams import FUNCTION_ARGUMENTS
+from hf_posenc.patches.body import FUNCTION_ARGUMENTS
 
 ROWS, LENGTH = 2, 7
 ONES = torch.ones(ROWS, LENGTH, dtype=torch.long)

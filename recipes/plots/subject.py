@@ -16,9 +16,9 @@ from hf_posenc.operands import Block, Geometry, Positions, Tokens
 from hf_posenc.ops import grouped_matmul
 from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import of_model
+from hf_posenc.patches.attention import CONTEXT
 from hf_posenc.patches.inspection import eager, hooked
 from hf_posenc.patches.patch import evaluating, native_scheme, patch, refuse_wrapped, unpatch
-from hf_posenc.patches.seams import CONTEXT
 from hf_posenc.scheme import Scheme
 
 # Assumed length of a model that states none, in tokens.

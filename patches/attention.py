@@ -1,0 +1,227 @@
+"""The patched behaviour of attention modules that all architectures share."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from hf_posenc.attention import Call, Mask, from_tensor, run
+from hf_posenc.blend import Blended
+from hf_posenc.errors import AttentionBackendError, NotPatchedError
+from hf_posenc.operands import Positions, Projection, Tokens
+from hf_posenc.patches import cache as token_cache
+from hf_posenc.patches.cache import POSITIONS
+from hf_posenc.patches.context import Context, Mixin
+from hf_posenc.patches.surgery import OWN
+from hf_posenc.scheme import Scheme
+
+# "eager" is the dense reference; under "sdpa" the executor is chosen by what the scheme needs. Models whose stock
+# classes have nothing but "eager" (softcaps, sinks) choose too.
+BACKENDS = ("eager", "sdpa")
+
+# The name under which a cache keeps keys without the model's own rotation.
+CONTENT = "content"
+
+# The keyword under which the context travels from a body to its attention layers.
+CONTEXT = "posenc"
+
+
+def check_backend(name: str | None) -> None:
+    """Raise unless the attention implementation honours schemes."""
+    if name is not None and name not in BACKENDS:
+        raise AttentionBackendError(
+            # Callers look for this beginning of transformers' own message.
+            f'Specified `attn_implementation="{name}"` is not supported: it would ignore the positional scheme. Use '
+            "'sdpa' (fastest executor that fits the scheme) or 'eager' (dense, gives attention weights): "
+            "model.set_attn_implementation('sdpa')."
+        )
+
+
+def arguments_of(stock: type) -> tuple[str, ...]:
+    """Return the names of the arguments of a stock forward, in order."""
+    return tuple(inspect.signature(stock.forward).parameters)[1:]  # type: ignore[attr-defined]
+
+
+def without_context(module: object) -> NotPatchedError:
+    """Return the error for a layer that was called past the body of its model."""
+    return NotPatchedError(
+        f"{type(module).__name__} was called without the positions that its patched model hands down. Call the model, "
+        "not a layer of it; or hf_posenc.unpatch(model) first."
+    )
+
+
+class PosencAttention(Mixin):
+    """Mixin of patched attention modules: calls the scheme's seams around the architecture's projections."""
+
+    posenc_group: int
+    posenc_keeps_native: bool
+    # Names of the arguments of the stock forward behind the first.
+    posenc_arguments: ClassVar[tuple[str, ...]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "posenc_stock" in vars(cls):
+            cls.posenc_arguments = arguments_of(vars(cls)["posenc_stock"])[1:]
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        call = dict(zip(self.posenc_arguments, args, strict=False)) | kwargs
+        context: Context | None = call.pop(CONTEXT, None)
+        if context is None:
+            raise without_context(self)
+        if context.positions is None:
+            return super().forward(hidden_states, **call)  # type: ignore[misc, no-any-return]
+        return self.attend(context, hidden_states, call)
+
+    def attend(self, context: Context, hidden: Tensor, call: dict[str, Any]) -> tuple[Any, ...]:
+        """Return what the stock forward returns, given its arguments by name, from `attend_with_scheme`."""
+        raise NotImplementedError
+
+    def project_heads(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries `[B, H, S, D]`, keys and values `[B, G, S, D]` of hidden `[B, S, E]`, without positions."""
+        raise NotImplementedError
+
+    def attend_with_scheme(self, layer: LayerCall) -> tuple[Tensor, Tensor | None]:
+        """Project, and run the layer's scheme.
+
+        Returns:
+            The output `[B, S, H, D]`, as attention functions return it, and the weights `[B, H, S, K]` or `None`.
+        """
+        own: Any = self._modules.get(OWN)
+        shared: Any = getattr(layer.context.shared, str(self.posenc_group), None)
+        attend = functools.partial(self._attend, layer)
+        if own is None:
+            output, weights = shared(attend)
+        elif shared is None:
+            output, weights = own(attend)
+        else:
+            output, weights = shared(lambda common: own(attend, common))
+        return output.transpose(1, 2).contiguous(), weights
+
+    def _attend(self, layer: LayerCall, scheme: Scheme, common: Scheme | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the output `[B, H, S, D]` and the weights, given the scheme and its part that all layers share."""
+        context = layer.context
+        if context.strength != 1:
+            scheme = Blended(scheme, context.strength)
+        operands, past = layer.operands or self.project_heads(layer.hidden), {}
+        if layer.cache is not None:
+            assert layer.index is not None
+            past = token_cache.past(layer.cache, layer.index, operands[0].device)
+        assert context.positions is not None
+        tokens = Tokens(
+            positions=Positions(context.positions, context.positions, context.coords, context.coords),
+            hidden=layer.hidden,
+            real=context.real,
+            past=past,
+            carried=None if context.passage is None else context.passage.carried,
+            common=common,
+            host=lambda x: self.project_heads(x)[:2],
+        )
+        call = self._call(scheme, layer, scheme.project(tokens, *operands), tokens.positions)
+        del operands  # only their projection is needed
+        output, weights = run(call)
+        if context.passage is not None:
+            context.passage.carried, context.passage.scheme = scheme.carry(output, tokens), scheme
+        return scheme.finish(output, layer.hidden), weights
+
+    def _call(self, scheme: Scheme, layer: LayerCall, projected: Projection, positions: Positions) -> Call:
+        """Return the call for the executors: rotate, cache and mask what the scheme projected."""
+        context, kept = layer.context, self.posenc_keeps_native
+        q, keys, values, state = projected.q, projected.k, projected.v, dict(projected.state)
+        content_q = None
+        if layer.rotate is not None and kept:
+            content_q = q
+            if scheme.reads_keys:
+                state[CONTENT] = keys.transpose(1, 2)
+            q, keys = layer.rotate(q, keys)
+        if layer.cache is not None:
+            assert layer.index is not None
+            fresh = {POSITIONS: positions.query.expand(len(q), -1), **state}
+            keys, values, state = token_cache.update(
+                layer.cache, layer.index, keys, values, fresh, projected.recent, scheme.history
+            )
+            places = state.pop(POSITIONS)
+            if places.stride(0) == 0:
+                places = places[:1]  # an empty cache hands the expanded row back: one bias serves all rows
+            # Only the positions of the keys are kept in a cache.
+            positions = Positions(positions.query, places)
+        length = q.shape[2]
+        if layer.causal and length > 1 and (layer.mask is None or context.packed is not None):
+            # In transformers, no mask means: causal from the first key on (behind the queries, a static cache has
+            # slots not filled yet). The keys are then the queries' own tokens, as they are in packed rows.
+            keys, values = keys[:, :, :length], values[:, :, :length]
+            state = {name: tensor[:, :length] for name, tensor in state.items()}
+            positions = replace(positions, key=positions.query)
+        content_k = state.pop(CONTENT, None)
+        return Call(
+            scheme=scheme,
+            q=q,
+            k=scheme.recall(keys, state),
+            v=values,
+            positions=positions,
+            reach=context.reach,
+            scale=layer.scale,
+            mask=layer.visible(q, keys, positions, scheme.window),
+            state=state,
+            own=projected.state,
+            tables=projected.tables,
+            content_q=content_q,
+            content_k=None if content_k is None else content_k.transpose(1, 2),
+            native_score=context.native_score if kept else None,
+            parameters=(*(context.native_parameters if kept else ()), *(() if layer.sinks is None else (layer.sinks,))),
+            softcap=layer.softcap,
+            sinks=layer.sinks,
+            dropout=layer.dropout,
+            upcast=layer.upcast,
+            need_weights=context.dense,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """One call of a patched attention module, as its architecture reads it from the stock module, see also `Call`.
+
+    Attributes:
+        hidden: Hidden states to project, `[B, S, E]`.
+        mask: Mask as transformers prepared it: `None`, or 4-D bool or float.
+        rotate: The model's own rotation of queries and keys, used where it is kept. It comes after the scheme's
+            projection.
+        operands: Queries, keys and values, if they are projected already; `None` calls `project_heads`.
+        window: The model's own distance from which keys are hidden; `None` hides none.
+    """
+
+    context: Context
+    hidden: Tensor
+    mask: Tensor | None
+    causal: bool
+    scale: float
+    dropout: float
+    cache: Cache | None = None
+    index: int | None = None
+    upcast: bool = False
+    rotate: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    operands: tuple[Tensor, Tensor, Tensor] | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def visible(self, q: Tensor, k: Tensor, positions: Positions, window: int | None) -> Mask:
+        """Return the visibility of all keys, those of the cache included; `window` is that of the scheme."""
+        (batch, heads, queries, _), keys = q.shape, k.shape[2]
+        real, window = self.context.real, self.window if window is None else min(window, self.window or window)
+        # A window that is longer than the sequence hides nothing.
+        if window is not None and self.context.reach < window:
+            window = None
+        if self.mask is None or (self.causal and self.context.ruled and keys == queries):
+            # Padding and the order of slots say the same as the mask that was made from them.
+            rule: Literal["slots", "all"] = "slots" if self.causal and queries > 1 else "all"
+            keep = None if real is None or self.mask is None else real[:, None, None]
+            # A cache drops tokens by slots. Padding between tokens makes these distances longer than positions.
+            span = self.window if keep is not None and rule == "slots" and keys > (self.window or keys) else None
+            return Mask(rule, keep=keep, window=window, span=span)
+        return replace(from_tensor(self.mask, "all", (batch, heads, queries, keys), window=window), real=real)

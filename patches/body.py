@@ -1,0 +1,236 @@
+"""The patched behaviour of bodies: from the arguments of a forward to the context of its layers."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from hf_posenc.blend import Blended
+from hf_posenc.errors import DirectionError, OptionError
+from hf_posenc.operands import LARGEST_COUNT, check_coords
+from hf_posenc.patches import cache as token_cache
+from hf_posenc.patches.attention import CONTEXT, PosencAttention, arguments_of, check_backend
+from hf_posenc.patches.context import (
+    Context,
+    Switch,
+    check_length,
+    check_mask,
+    check_tensors,
+    counted_within,
+    real_tokens,
+    resolve_positions,
+    same_sequence,
+    sequences,
+    stated_samples,
+)
+from hf_posenc.patches.surgery import SHARED
+from hf_posenc.scheme import Scheme
+
+# The keyword under which a step of generation says which of its tokens are no padding, where the mask does not.
+REAL = "posenc_real"
+# Keywords that stock modules hand on to attention functions, which read some of them.
+FUNCTION_ARGUMENTS = frozenset(inspect.signature(sdpa_attention_forward).parameters) - {"attention_mask", "is_causal"}
+FUNCTION_ARGUMENTS |= {"mask", "sliding_window", "softcap", "s_aux"}
+# The keyword under which callers pass coordinates.
+COORDS = "position_coords"
+
+
+def with_signature_of(stock: type, twin: type, name: str) -> None:
+    """Give a method of a patched class the signature of the stock one."""
+    method = getattr(twin, name)
+
+    @functools.wraps(getattr(stock, name))
+    def with_stock_signature(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(self, *args, **kwargs)
+
+    setattr(twin, name, with_stock_signature)
+
+
+class PosencBody(Switch):
+    """Mixin of patched bodies: finds out positions, applies `embed`, and hands the context down."""
+
+    # Names of the arguments of the stock forward, in order.
+    posenc_arguments: ClassVar[tuple[str, ...]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "posenc_stock" not in vars(cls):
+            return  # FSDP derives classes of its own from ours.
+        stock = vars(cls)["posenc_stock"]
+        cls.posenc_arguments = arguments_of(stock)
+        # Trainers read from the signature which columns of a dataset a model takes.
+        with_signature_of(stock, cls, "forward")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        call = dict(zip(self.posenc_arguments, args, strict=False)) | kwargs
+        if self.is_disabled():
+            token_cache.check_disabled(token_cache.cache_of(call))
+            call = {name: value for name, value in call.items() if name not in (REAL, COORDS)}
+            return super().forward(**call, **{CONTEXT: Context()})  # type: ignore[misc]
+        check_backend(self.config._attn_implementation)
+        check_tensors(call)
+        self.check_keywords(call)
+        call = self.prepare(call)
+        output = self.run(call)
+        context: Context | None = call.get(CONTEXT)
+        if context is not None and context.packed is not None:
+            token_cache.mark_packed(output)
+        return output
+
+    def check_keywords(self, call: Mapping[str, Any]) -> None:
+        """Raise if a keyword would go through all modules to the attention function, and change what that computes.
+
+        Raises:
+            DirectionError: It says that an encoder is causal, or a decoder is not.
+            OptionError: It is another argument of attention functions.
+        """
+        for name in FUNCTION_ARGUMENTS - {*self.posenc_arguments}:
+            if call.get(name) is not None:
+                raise OptionError(
+                    f"Got {name}, an argument of attention functions; patched models take it from their config. Leave "
+                    "it out."
+                )
+        given, stated = call.get("is_causal"), getattr(self.config, "is_causal", None)
+        if given is None and stated is False and self.is_causal_stack():
+            given = stated
+        if given is not None and bool(given) != self.is_causal_stack():
+            kind = "encoders are not" if given else "decoders are"
+            raise DirectionError(f"Got is_causal={given}; patched {kind} causal. Leave it out, or use the stock model.")
+
+    def run(self, call: dict[str, Any]) -> Any:
+        """Call the stock forward with the arguments that `prepare` returned."""
+        return super().forward(**call)  # type: ignore[misc]
+
+    def prepare(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the stock forward, with positions, embedded inputs and the context in them."""
+        coords: Tensor | None = call.pop(COORDS, None)
+        inputs = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
+        if inputs is None or (call.get("input_ids") is not None and call.get("inputs_embeds") is not None):
+            return call  # The stock forward says what is wrong.
+        cache = token_cache.cache_of(call)
+        if not token_cache.is_known(cache) and any(isinstance(module, PosencAttention) for module in self.modules()):
+            token_cache.check(cache)  # not of a stack that was left out
+        batch, length = inputs.shape[:2]
+        given = self.given_positions(call)
+        # A dict has the masks of generation, one for each type of layer.
+        mask = None if isinstance(call.get("attention_mask"), dict) else call.get("attention_mask")
+        past = tokens_in(cache)
+        check_mask(mask)
+        check_length(mask, past, batch, length, counts=given is None)
+        stated = stated_samples(call, mask, past, batch, length, inputs.device)
+        real = call.pop(REAL, None)
+        if real is None:
+            real = real_tokens(mask, past, length)
+        counted = given
+        if counted is None and stated:
+            counted = counted_within(next(iter(stated.values())), real)
+        elif counted is None:
+            counted = self.counted_positions(call, past)
+        positions = resolve_positions(counted, mask, past, batch, length, inputs.device)
+        if coords is not None:
+            coords = check_coords(coords, self.axes(), batch, length, inputs.device)
+        traced = torch.compiler.is_compiling()  # A graph has no numbers: none exceeds the largest count.
+        reach = LARGEST_COUNT if traced else int(positions.max()) if positions.numel() else 0
+        ruled = call.get("attention_mask") is None or (mask is not None and mask.ndim == 2)
+        context = self.context(call, positions, reach, real, coords, ruled=ruled)
+        token_cache.refuse_packed(cache)
+        # A graph cannot read how much a static cache holds, and takes rows with a mask for padded.
+        readable = not traced or (isinstance(past, int) and mask is None)
+        if ruled and (given is not None or stated) and length > 1 and readable and bool(past == 0):
+            packed = sequences(positions, real, stated)
+            if packed is not None:
+                mask = same_sequence(packed, packed, causal=self.is_causal_stack(), float_dtype=self.mask_dtype())
+                call["attention_mask"] = self.masks_of_packed(mask)
+                context = replace(context, packed=packed, ruled=False)
+            elif mask is None and bool((positions.diff(dim=-1) != 1).any()):
+                # transformers takes any jump for the start of a sequence, unless there is a mask.
+                call["attention_mask"] = torch.ones(batch, length, dtype=torch.long, device=positions.device)
+        if self.embedders():
+            if call.get("inputs_embeds") is None:
+                call["inputs_embeds"] = self.get_input_embeddings()(call.pop("input_ids"))
+            call["inputs_embeds"] = self.embedded(call["inputs_embeds"], context)
+        return self.hand_down(call, context)
+
+    def context(
+        self,
+        call: Mapping[str, Any],
+        positions: Tensor,
+        reach: int,
+        real: Tensor | None,
+        coords: Tensor | None,
+        *,
+        ruled: bool = False,
+    ) -> Context:
+        """Return what the layers get to know of the new tokens, see `Context`."""
+        shared = self._modules.get(SHARED)
+        config = self.config
+        # A model that has no other implementation than eager was not asked to be dense.
+        eager = config._attn_implementation == "eager" and bool(self._supports_sdpa or config.output_attentions)
+        # Some bodies do not pass `output_attentions` on to their layers.
+        dense = eager or bool(call.get("output_attentions"))
+        strength = self.posenc_strengths.scheme
+        return Context(positions, reach, shared, strength, real=real, coords=coords, ruled=ruled, dense=dense)
+
+    def embedders(self) -> list[Scheme]:
+        """Return the schemes that act on the input of the first layer."""
+        shared: Any = self._modules.get(SHARED)
+        return [] if shared is None else [scheme for scheme in shared.schemes() if scheme.overrides("embed")]
+
+    def embedded(self, inputs: Tensor, context: Context) -> Tensor:
+        """Return what these schemes make of the embeddings of the tokens, `[B, S, E]`."""
+        for scheme in self.embedders():
+            inputs = scheme(_embed, inputs, context)
+        return inputs
+
+    def axes(self) -> set[int]:
+        """Return how many coordinates of a token the schemes of this body read."""
+        return {module.axes for module in self.modules() if isinstance(module, Scheme)}
+
+    def mask_dtype(self) -> torch.dtype | None:
+        """Return the dtype of the masks that the attention implementation adds; `None` if it takes booleans."""
+        dtype: torch.dtype = self.get_input_embeddings().weight.dtype
+        return dtype if self.config._attn_implementation == "eager" else None
+
+    def masks_of_packed(self, mask: Tensor) -> Tensor | dict[str, Tensor]:
+        """Return the masks for the layers, given that of packed sequences, `[B|1, 1, S, S]`."""
+        return mask
+
+    def is_causal_stack(self) -> bool:
+        """Whether tokens see earlier ones only."""
+        attention = next(module for module in self.modules() if hasattr(module, "is_causal"))
+        return bool(attention.is_causal)
+
+    def given_positions(self, call: dict[str, Any]) -> Tensor | None:
+        """Return the positions that the caller passed, if any."""
+        return call.get("position_ids")
+
+    def counted_positions(self, call: dict[str, Any], past: int | Tensor) -> Tensor | None:
+        """Return the positions of the new tokens, where the model counts them in a way of its own."""
+        return None
+
+    def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
+        """Put positions and context into the arguments of the stock forward."""
+        return call | {"position_ids": context.positions, CONTEXT: context}
+
+
+def _embed(scheme: Scheme, inputs: Tensor, context: Context) -> Tensor:
+    assert context.positions is not None
+    acting = scheme if context.strength == 1 else Blended(scheme, context.strength)
+    return acting.embed(inputs, context.positions, context.coords)
+
+
+def tokens_in(cache: Cache | None) -> int | Tensor:
+    """Return how many tokens a cache holds."""
+    if cache is None:
+        return 0
+    held: int | Tensor = token_cache.self_attention(cache).get_seq_length()
+    # A static cache counts in a tensor that its layers are about to change.
+    return held.clone() if isinstance(held, torch.Tensor) else held
