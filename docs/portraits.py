@@ -247,24 +247,9 @@ def _weights(layers: Sequence[Scheme], hidden: Tensor) -> Tensor:
     places = torch.arange(hidden.shape[1])[None]
     carried, weights = None, None
     for scheme in layers:
-        assert scheme.geometry.scale is not None
         operand = hidden.view(1, hidden.shape[1], scheme.geometry.heads, -1).transpose(1, 2)
         tokens = Tokens(positions=Positions(places, places), hidden=hidden, carried=carried, common=scheme.common)
-        projected = scheme.project(tokens, operand, operand, operand)
-        call = Call(
-            scheme=scheme,
-            q=projected.q,
-            k=scheme.recall(projected.k, projected.state),
-            v=projected.v,
-            positions=tokens.positions,
-            reach=hidden.shape[1],
-            scale=scheme.geometry.scale,
-            mask=Mask("positions"),
-            state=projected.state,
-            own=projected.state,
-            tables=projected.tables,
-            need_weights=True,
-        )
+        call = Call.of(scheme, tokens, operand, operand, operand, mask=Mask("positions"), need_weights=True)
         output, weights = run(call)
         carried = scheme.carry(output, tokens)
         if carried is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -113,6 +113,7 @@ class PosencAttention(Mixin):
             assert layer.index is not None
             past = token_cache.past(layer.cache, layer.index, operands[0].device)
         assert context.positions is not None
+        kept = self.posenc_keeps_native
         tokens = Tokens(
             positions=Positions(context.positions, context.positions, context.coords, context.coords),
             hidden=layer.hidden,
@@ -122,22 +123,35 @@ class PosencAttention(Mixin):
             common=common,
             host=lambda x: self.project_heads(x)[:2],
         )
-        call = self._call(scheme, layer, scheme.project(tokens, *operands), tokens.positions)
+        call = Call.of(
+            scheme,
+            tokens,
+            *operands,
+            meet=functools.partial(self._meet, layer, scheme, tokens.positions),
+            reach=context.reach,
+            scale=layer.scale,
+            native_score=context.native_score if kept else None,
+            parameters=(*(context.native_parameters if kept else ()), *(() if layer.sinks is None else (layer.sinks,))),
+            softcap=layer.softcap,
+            sinks=layer.sinks,
+            dropout=layer.dropout,
+            upcast=layer.upcast,
+            need_weights=context.dense,
+        )
         del operands  # only their projection is needed
         output, weights = run(call)
         if context.passage is not None:
             context.passage.carried, context.passage.scheme = scheme.carry(output, tokens), scheme
         return scheme.finish(output, layer.hidden), weights
 
-    def _call(self, scheme: Scheme, layer: LayerCall, projected: Projection, positions: Positions) -> Call:
-        """Return the call for the executors: rotate, cache and mask what the scheme projected."""
-        context, kept = layer.context, self.posenc_keeps_native
-        q, keys, values, state = projected.q, projected.k, projected.v, dict(projected.state)
+    def _meet(self, layer: LayerCall, scheme: Scheme, positions: Positions, projected: Projection) -> Mapping[str, Any]:
+        """Rotate and cache what the scheme projected; return the keys that the queries meet, as fields of `Call`."""
+        q, keys, values, state = projected.q, projected.k, projected.v, projected.state
         content_q = None
-        if layer.rotate is not None and kept:
+        if layer.rotate is not None and self.posenc_keeps_native:
             content_q = q
             if scheme.reads_keys:
-                state[CONTENT] = keys.transpose(1, 2)
+                state = {**state, CONTENT: keys.transpose(1, 2)}
             q, keys = layer.rotate(q, keys)
         if layer.cache is not None:
             assert layer.index is not None
@@ -151,35 +165,23 @@ class PosencAttention(Mixin):
             # Only the positions of the keys are kept in a cache.
             positions = Positions(positions.query, places)
         length = q.shape[2]
-        if layer.causal and length > 1 and (layer.mask is None or context.packed is not None):
+        if layer.causal and length > 1 and (layer.mask is None or layer.context.packed is not None):
             # In transformers, no mask means: causal from the first key on (behind the queries, a static cache has
             # slots not filled yet). The keys are then the queries' own tokens, as they are in packed rows.
             keys, values = keys[:, :, :length], values[:, :, :length]
             state = {name: tensor[:, :length] for name, tensor in state.items()}
             positions = replace(positions, key=positions.query)
-        content_k = state.pop(CONTENT, None)
-        return Call(
-            scheme=scheme,
-            q=q,
-            k=scheme.recall(keys, state),
-            v=values,
-            positions=positions,
-            reach=context.reach,
-            scale=layer.scale,
-            mask=layer.visible(q, keys, positions, scheme.window),
-            state=state,
-            own=projected.state,
-            tables=projected.tables,
-            content_q=content_q,
-            content_k=None if content_k is None else content_k.transpose(1, 2),
-            native_score=context.native_score if kept else None,
-            parameters=(*(context.native_parameters if kept else ()), *(() if layer.sinks is None else (layer.sinks,))),
-            softcap=layer.softcap,
-            sinks=layer.sinks,
-            dropout=layer.dropout,
-            upcast=layer.upcast,
-            need_weights=context.dense,
-        )
+        content_k = state.get(CONTENT)
+        return {
+            "q": q,
+            "k": keys,
+            "v": values,
+            "positions": positions,
+            "mask": layer.visible(q, keys, positions, scheme.window),
+            "state": {name: tensor for name, tensor in state.items() if name != CONTENT},
+            "content_q": content_q,
+            "content_k": None if content_k is None else content_k.transpose(1, 2),
+        }
 
 
 @dataclass(frozen=True, eq=False)

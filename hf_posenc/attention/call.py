@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.mask import Mask, sees_ahead, slots_tell_distances
-from hf_posenc.operands import Block, Positions
+from hf_posenc.operands import Block, Positions, Projection, Tokens
 from hf_posenc.ops import transformed
 from hf_posenc.scheme import Scheme
 
@@ -92,6 +92,51 @@ class Call:
     dropout: float = 0.0
     upcast: bool = False
     need_weights: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        scheme: Scheme,
+        tokens: Tokens,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        meet: Callable[[Projection], Mapping[str, Any]] | None = None,
+        **fields: Any,
+    ) -> "Call":
+        """Project tokens and recall the keys that they meet: the one way from a scheme to a call.
+
+        Args:
+            scheme: Scheme of the layer.
+            tokens: Tokens of the keys, of which the queries are the last.
+            q: Queries `[B, H, Q, D]`, without positions.
+            k: Keys `[B, G, K, D]`, without positions.
+            v: Values `[B, G, K, D]`.
+            meet: Returns fields that differ from the projection, such as keys and state with those of a cache.
+            **fields: Other fields.
+        """
+        projected = scheme.project(tokens, q, k, v)
+        own, length = projected.state, q.shape[2]
+        if k.shape[2] != length:
+            own = {name: tensor[:, -length:] for name, tensor in own.items()}
+        given: dict[str, Any] = {
+            "q": projected.q,
+            "k": projected.k,
+            "v": projected.v,
+            "positions": tokens.positions,
+            "scale": scheme.geometry.scale,
+            "state": projected.state,
+            "own": own,
+            "tables": projected.tables,
+            **fields,
+        }
+        if meet is not None:
+            given.update(meet(projected))
+        given["k"] = scheme.recall(given["k"], given["state"])
+        if "reach" not in given:
+            given["reach"] = reach(given["positions"])
+        return cls(scheme, **given)
 
     @property
     def queries(self) -> int:
@@ -213,6 +258,11 @@ class Call:
             else:
                 changed.setdefault(field_name, {})[name] = tensor
         return replace(self, **changed)
+
+
+def reach(positions: Positions) -> int:
+    """Return a bound on every distance between a query and a key (positions are never negative)."""
+    return max(int(positions.query.max()), int(positions.key.max()))
 
 
 # -- what runs it ----------------------------------------------------------------------------------------------------

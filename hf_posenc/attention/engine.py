@@ -220,37 +220,18 @@ def attend(
     # Distances in a narrow type would overflow.
     query_positions, key_positions = query_positions.long(), key_positions.long()
     positions = Positions(query_positions, key_positions, query_coords, key_coords)
-    length, keys = q.shape[2], k.shape[2]
     real = None
     if mask is not None and mask.ndim == 2 and not mask.is_floating_point():
         real = mask = mask if mask.dtype == torch.bool else mask != 0
-    complete = hidden is not None and hidden.shape[1] == keys
+    complete = hidden is not None and hidden.shape[1] == k.shape[2]
     tokens = Tokens(
         positions=positions, hidden=hidden if complete else None, real=real, common=scheme.common, host=host
     )
-    projected = scheme.project(tokens, q, k, v)
-    call = Call(
-        scheme=scheme,
-        q=projected.q,
-        k=scheme.recall(projected.k, projected.state),
-        v=projected.v,
-        positions=positions,
-        reach=reach(positions),
-        scale=geometry.scale,
-        mask=replace(_visible(mask, q, positions, causal=geometry.causal), window=scheme.window),
-        state=projected.state,
-        own={name: tensor[:, keys - length :] for name, tensor in projected.state.items()},
-        tables=projected.tables,
-        need_weights=need_weights,
-    )
+    visible = replace(_visible(mask, q, positions, causal=geometry.causal), window=scheme.window)
+    call = Call.of(scheme, tokens, q, k, v, mask=visible, need_weights=need_weights)
     output, weights = run(call, executor=executor)
-    output = scheme.finish(output, None if hidden is None else hidden[:, hidden.shape[1] - length :])
+    output = scheme.finish(output, None if hidden is None else hidden[:, -q.shape[2] :])
     return output if weights is None else (output, weights)
-
-
-def reach(positions: Positions) -> int:
-    """Return a bound on every distance between a query and a key (positions are never negative)."""
-    return max(int(positions.query.max()), int(positions.key.max()))
 
 
 def _visible(mask: Tensor | None, q: Tensor, positions: Positions, *, causal: bool) -> Mask:

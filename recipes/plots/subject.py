@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_posenc.attention import reach
+from hf_posenc.attention import Call, Mask
+from hf_posenc.attention.dense import logits_of
 from hf_posenc.errors import NotPatchedError
 from hf_posenc.operands import Block, Geometry, Positions, Tokens
 from hf_posenc.ops import grouped_matmul
@@ -235,17 +236,6 @@ def asked(scheme: Scheme, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> tu
 
     Tokens are those of the K keys; the Q queries are the last of them.
     """
-    assert scheme.geometry.scale is not None
-    projected = scheme.project(tokens, q, k, v)
-    keys = scheme.recall(projected.k, projected.state)
-    places = tokens.positions
-    block = Block(
-        positions=places,
-        reach=reach(places),
-        keep=places.key[:, None, None] <= places.query[:, None, :, None] if scheme.geometry.causal else None,
-        values=projected.v,
-        state=projected.state,
-        own={name: tensor[:, k.shape[2] - q.shape[2] :] for name, tensor in projected.state.items()},
-        tables=projected.tables,
-    )
-    return scheme.geometry.scale * grouped_matmul(projected.q, keys.mT), projected.q, keys, block
+    call = Call.of(scheme, tokens, q, k, v, mask=Mask("positions" if scheme.geometry.causal else "all"))
+    block = call.block(call.mask.seen(call.positions)[0])
+    return (*logits_of(call, block), block)
