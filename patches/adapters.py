@@ -25,11 +25,11 @@ from peft.utils.hotswap import CONFIG_KEYS_TO_CHECK
 from torch import nn
 
 from hf_posenc.errors import CheckpointError, NotPatchedError, OptionError
-from hf_posenc.patches import belonging, binding, companions, composites, record, reloading, surgery
+from hf_posenc.patches import adapter_files, composites, identity, model_card, record, reloading, surgery
 from hf_posenc.patches.architecture import auto_name, config_pair, of_model
+from hf_posenc.patches.atomic_files import reading, saving
 from hf_posenc.patches.checkpoint import DAMAGED
 from hf_posenc.patches.context import Switch
-from hf_posenc.patches.directories import reading, saving
 from hf_posenc.patches.models import attach_recorded
 from hf_posenc.patches.patch import refuse_wrapped, unpatch
 
@@ -97,7 +97,7 @@ class PosencAdapter:
                 "PeftModel.from_pretrained(model, folder), and leave out config=."
             )
         expected = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-        binding.check(self._weights, expected)
+        adapter_files.check(self._weights, expected)
         self._pending = False
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class PosencAdapter:
         if found and (name := auto_name(type(self._model_config), found["base_model_class"])):
             kwargs["auto_mapping_dict"] = {"base_model_class": name, "parent_library": "transformers"}
         super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
-        binding.bind(Path(save_directory))
+        adapter_files.bind(Path(save_directory))
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs: Any) -> Any:
@@ -134,7 +134,7 @@ class PosencAdapter:
         download = cls._split_kwargs(kwargs)[0]  # type: ignore[attr-defined]
         weights = _find_weights(pretrained_model_name_or_path, subfolder, **download)
         if any(weights.with_name(file).exists() for file in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
-            binding.read(weights)
+            adapter_files.read(weights)
         config = super().from_pretrained(pretrained_model_name_or_path, subfolder, **kwargs)  # type: ignore[misc]
         if config.has_schemes and any(function == _HOTSWAP for function, _ in reloading.running()):
             raise OptionError(
@@ -177,7 +177,7 @@ class PosencTuner:
             if not self._stock_base or _ours(config):
                 agree(model, config)
             else:
-                config.base_model_name_or_path = config.base_model_name_or_path or belonging.origin(self.model.config)
+                config.base_model_name_or_path = config.base_model_name_or_path or identity.origin(self.model.config)
             part: Any = composites.part_to_convert(model)
             owner = part.config
             # By the type of a stock model PEFT knows how names of projections lead to parameters of experts.
@@ -326,7 +326,7 @@ class Kind:
             if not config.any_base:
                 _check_base(saved, _base(model))
             saved.check_weights(model, adapter_name)
-        state_dict = {name: tensor for name, tensor in state_dict.items() if not binding.is_of_base(name)}
+        state_dict = {name: tensor for name, tensor in state_dict.items() if not adapter_files.is_of_base(name)}
         return self.stock._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 
 
@@ -372,19 +372,19 @@ def agree(model: Any, config: Any) -> Any:
             "LoRA there is nothing to train. Leave out target_modules, or name the projections to adapt."
         )
     if not config._pending or config.any_base:
-        config.base_weights = binding.fingerprint(model, config.saved)
+        config.base_weights = adapter_files.fingerprint(model, config.saved)
     else:
         _check_base(config, model)
     # The schemes are saved as they are in the model by then: training may fade and drop its native encoding.
     config.posenc, config._model_config = copy.deepcopy(part.config.posenc), part.config
-    if config.base_model_name_or_path == belonging.UNSAVED:
-        config.base_model_name_or_path = belonging.origin(model.config)  # the adapter makes of it what the model is
+    if config.base_model_name_or_path == identity.UNSAVED:
+        config.base_model_name_or_path = identity.origin(model.config)  # the adapter makes of it what the model is
     return config
 
 
 def _check_base(config: Any, model: Any) -> None:
     """Raise `CheckpointError` if an adapter that is read was trained over other weights than those of a model."""
-    if parts := binding.differing(config.base_weights, model, config.saved):
+    if parts := adapter_files.differing(config.base_weights, model, config.saved):
         base = config.base_model_name_or_path
         raise CheckpointError(
             f"The adapter was trained over other weights than those of this {surgery.stock_class(type(model)).__name__}"
@@ -397,13 +397,13 @@ def _convert(model: Any, schemes: dict[str, Any], outers: list[Any]) -> None:
     """Patch a stock model, in place, with the record of a converted one; the models around it learn of it."""
     refuse_wrapped(model)
     architecture = of_model(model)
-    belonging.refuse_part(architecture, model)
-    belonging.own_configs(architecture, model, outers)
-    belonging.rename(model, outers)
+    identity.refuse_part(architecture, model)
+    identity.own_configs(architecture, model, outers)
+    identity.rename(model, outers)
     for config in surgery.configs(model):
         config.posenc = copy.deepcopy(schemes)
     attach_recorded(model)
-    belonging.mark_parts(model)
+    identity.mark_parts(model)
     for outer in outers:
         composites.enclose(outer)
 
@@ -482,8 +482,8 @@ def _saving_whole(stock: Any) -> Any:
         target = Path(save_directory)
         with saving(target) as folder:
             for name in ("", *model.peft_config):
-                binding.refuse_pickled(target / name)
-            with companions.adapter_card(folder, target, belonging.origin(_base(model).config)):
+                adapter_files.refuse_pickled(target / name)
+            with model_card.adapter_card(folder, target, identity.origin(_base(model).config)):
                 stock(model, str(folder), *args, **kwargs)
 
     return save_pretrained

@@ -32,9 +32,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_posenc.errors import CheckpointError
-from hf_posenc.patches import companions, record
+from hf_posenc.patches import model_card, record
 from hf_posenc.patches.architecture import of_config, of_model
-from hf_posenc.patches.directories import reading
+from hf_posenc.patches.atomic_files import reading
 from hf_posenc.patches.surgery import is_of_scheme, parts
 
 # Key of the record's digest in the metadata of safetensors files.
@@ -85,7 +85,7 @@ class OwnConfig:
     @property
     def auto_map(self) -> dict[str, str]:
         """The class in the stub for each `Auto` class; other libraries choose a class by it."""
-        return companions.auto_map(type(self))
+        return model_card.auto_map(type(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as data, without attributes that exist in memory only."""

@@ -29,7 +29,7 @@ from transformers.models.auto import modeling_auto
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_posenc.errors import ArchitectureError, CheckpointError
-from hf_posenc.patches import belonging, checkpoint, record, surgery
+from hf_posenc.patches import checkpoint, identity, record, surgery
 from hf_posenc.patches.architecture import Architecture, auto_classes, of_config, of_model
 from hf_posenc.patches.checkpoint import OwnConfig, PosencConfig
 from hf_posenc.patches.models import PosencModel, attach_recorded
@@ -304,7 +304,7 @@ def outers_of(part: nn.Module, model: nn.Module) -> list[Any]:
     """Return the models around a part of a model, innermost first."""
     inside = [module for module in model.modules() if isinstance(module, PreTrainedModel) and module is not part]
     found = [outer for outer in inside if any(module is part for module in outer.modules())][::-1]
-    return found or belonging.around(part)
+    return found or identity.around(part)
 
 
 def _enclose_config(config: Any) -> None:

@@ -26,13 +26,13 @@ from hf_posenc.errors import (
     UnknownSchemeError,
 )
 from hf_posenc.operands import check_coords
-from hf_posenc.patches import belonging, checkpoint, companions, record, reloading, surgery
+from hf_posenc.patches import checkpoint, identity, model_card, record, reloading, surgery
 from hf_posenc.patches.architecture import of_model
+from hf_posenc.patches.atomic_files import saving
 from hf_posenc.patches.attention import check_backend
 from hf_posenc.patches.body import REAL, tokens_in, with_signature_of
 from hf_posenc.patches.cache import cache_of
 from hf_posenc.patches.context import Mixin, check_length, real_tokens, resolve_positions, sequences, stated_samples
-from hf_posenc.patches.directories import saving
 from hf_posenc.patches.surgery import Sites
 from hf_posenc.scheme import Scheme
 
@@ -68,7 +68,7 @@ class PosencModel:
         own = {name for name, part in schemes if any(True for _ in chain(part.parameters(), part.buffers()))}
         self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), *own}
         self._keep_in_fp32_modules = {*(self._keep_in_fp32_modules or ()), *(rf"(?:.*\.)?{name}" for name in own)}
-        belonging.mark_parts(self)  # type: ignore[arg-type]
+        identity.mark_parts(self)  # type: ignore[arg-type]
 
     def attach_recorded(self) -> None:
         """Give a new model the schemes that its config names."""
@@ -241,13 +241,13 @@ class PosencModel:
     def _write_companions(self, directory: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
         """Complete what transformers wrote to a directory, whose files go to a target with a card, perhaps."""
         checkpoint.seal(Path(directory))
-        companions.write(
+        model_card.write(
             Path(directory),
             Path(target),
             self.config,
             type(self).__name__.removeprefix("FSDP").removeprefix("Posenc"),
             starts(self),
-            belonging.origin(self.config),
+            identity.origin(self.config),
         )
 
     @classmethod

@@ -29,7 +29,7 @@ from hf_posenc.errors import (
     WrappedModelError,
     shown,
 )
-from hf_posenc.patches import belonging, composites, record, surgery
+from hf_posenc.patches import composites, identity, record, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.attention import check_backend
 from hf_posenc.patches.context import DISABLED, Switch
@@ -107,12 +107,12 @@ def patch(
     sites, group, part = prepared.sites, prepared.group, prepared.sites.model
     outers = composites.outers_of(part, model)
     with surgery.all_or_nothing(outers[-1] if outers else part):
-        belonging.own_configs(sites.architecture, part, outers)
-        belonging.rename(part, outers)
+        identity.own_configs(sites.architecture, part, outers)
+        identity.rename(part, outers)
         # The new group may have the number of one that it replaces.
         surgery.drop_shared(sites, prepared.kept)
         surgery.install(sites, [(group, prepared.built)])
-        belonging.mark_parts(part)
+        identity.mark_parts(part)
         surgery.write_record(part, [*prepared.kept, group])
         for outer in outers:
             composites.enclose(outer)
@@ -145,10 +145,10 @@ def unpatch(model: Model) -> Model:
 
 def _unpatch(part: Any, outers: list[Any]) -> None:
     sites = Sites.of(part)
-    belonging.refuse_part(sites.architecture, part)
+    identity.refuse_part(sites.architecture, part)
     with surgery.all_or_nothing(outers[-1] if outers else part):
-        belonging.own_configs(sites.architecture, part, outers)
-        belonging.rename(part, outers, stock=True)
+        identity.own_configs(sites.architecture, part, outers)
+        identity.rename(part, outers, stock=True)
         for _, _, _, attention in sites.patched():
             attention._modules.pop(surgery.OWN, None)
             surgery.restore(attention)
@@ -225,7 +225,7 @@ def drop_native(model: PreTrainedModel) -> None:
 
 def _groups(model: PreTrainedModel, caller: str) -> list[Group]:
     surgery.check_patched(caller, model)
-    belonging.refuse_part(of_model(model), model)
+    identity.refuse_part(of_model(model), model)
     return record.from_config(model.config)
 
 
@@ -233,7 +233,7 @@ def _write(sites: Sites, groups: list[Group], strengths: Strengths) -> None:
     model = sites.model
     with surgery.all_or_nothing(model):
         surgery.set_strengths(sites, strengths)
-        belonging.rename(model, composites.outers_of(model, model))
+        identity.rename(model, composites.outers_of(model, model))
         surgery.write_record(model, groups, strengths)
 
 
@@ -311,7 +311,7 @@ def prepare(
     refuse_wrapped(model)
     model = composites.part_to_convert(model)
     architecture = of_model(model)
-    belonging.refuse_part(architecture, model)
+    identity.refuse_part(architecture, model)
     sites = Sites.of(model)
     surgery.check_record(sites)
     check_scheme(scheme)

@@ -18,7 +18,7 @@ from hf_posenc.operands import is_count
 from hf_posenc.patches import composites, record, surgery
 from hf_posenc.patches.architecture import Architecture, of_config, of_model
 from hf_posenc.patches.cache import NAMES, cache_of
-from hf_posenc.patches.companions import ranges
+from hf_posenc.patches.model_card import ranges
 from hf_posenc.patches.models import describe_start
 from hf_posenc.patches.patch import Layers, Preparation, Stacks, disabled, evaluating, prepare
 from hf_posenc.scheme import Scheme

@@ -19,8 +19,8 @@ from transformers.utils import CONFIG_NAME
 
 from hf_posenc.errors import CheckpointError
 from hf_posenc.patches import record
+from hf_posenc.patches.atomic_files import reading
 from hf_posenc.patches.checkpoint import DAMAGED
-from hf_posenc.patches.directories import reading
 
 # The functions of libraries that read weights from a folder, or a file in it, and the variable that names it.
 READERS = {

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from hf_posenc.errors import cut
-from hf_posenc.patches.directories import reading, write_text
+from hf_posenc.patches.atomic_files import reading, write_text
 
 
 def save(found: Any, path: Path) -> None:

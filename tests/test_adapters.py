@@ -20,7 +20,7 @@ from test_peft import trainer
 
 import hf_posenc
 from hf_posenc import CheckpointError, OptionError, PosencLoraConfig
-from hf_posenc.patches import binding
+from hf_posenc.patches import adapter_files
 from hf_posenc.recipes.training.callbacks import Handover
 from hf_posenc.recipes.training.distillation import Teacher
 
@@ -347,7 +347,7 @@ def unbound(folder: Path) -> None:
 
 def unbased(folder: Path) -> None:
     edit(folder, lambda config: config.pop("base_weights"))
-    binding.bind(folder)
+    adapter_files.bind(folder)
 
 
 def misshapen(part: str) -> Callable[[Path], None]:
@@ -370,10 +370,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "LoRA misshapen": (misshapen("lora_B"), r"has misshapen .*lora_B.weight \(\[\d+, 8\], expected \[\d+, 8\]\)"),
     "scheme misshapen": (misshapen("hf_posenc.mlp"), "has misshapen .*hf_posenc.mlp"),
-    "another width": (lambda folder: (edit(folder, wider), binding.bind(folder)), "has misshapen .*hf_posenc.mlp"),
+    "another width": (
+        lambda folder: (edit(folder, wider), adapter_files.bind(folder)),
+        "has misshapen .*hf_posenc.mlp",
+    ),
     "cut short": (cut, "adapter_model.safetensors cannot be read .*truncated.* save it again"),
     "pickled": (pickled, "adapter_model.bin is pickled.* save the adapter again"),
-    "unknown scheme": (lambda folder: (edit(folder, unknown), binding.bind(folder)), "'unknown'"),
+    "unknown scheme": (lambda folder: (edit(folder, unknown), adapter_files.bind(folder)), "'unknown'"),
     "no digests": (unbound, "has no digest of its adapter_config.json .* save the adapter again"),
     "no digest in the weights": (without_metadata, "has no digest of its adapter_config.json"),
     "no digest of the base": (unbased, "has no fingerprint of its base"),
@@ -429,18 +432,18 @@ def test_an_adapter_knows_its_base(saved: Path) -> None:
 
 def test_what_cannot_be_read_of_a_base_is_not_compared() -> None:
     model = stock("llama")
-    whole = binding.fingerprint(model, [])
-    assert binding.differing(whole, model.to("meta"), []) == []
+    whole = adapter_files.fingerprint(model, [])
+    assert adapter_files.differing(whole, model.to("meta"), []) == []
     quantised = stock("llama")
     quantised.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(
         torch.ones(2, 3, dtype=torch.uint8), requires_grad=False
     )
-    found = binding.fingerprint(quantised, [])
+    found = adapter_files.fingerprint(quantised, [])
     assert found == {**whole, "matrices": []}
     # Adapters and what they hold are no part of it.
     around = get_peft_model(stock("llama"), LoraConfig(target_modules=["q_proj"], modules_to_save=["up_proj"]))
-    assert binding.fingerprint(around.get_base_model(), []) == whole
-    assert binding.fingerprint(stock("llama"), ["embed_tokens"])["rest"] != whole["rest"]
+    assert adapter_files.fingerprint(around.get_base_model(), []) == whole
+    assert adapter_files.fingerprint(stock("llama"), ["embed_tokens"])["rest"] != whole["rest"]
 
 
 NAMES = {
@@ -499,7 +502,7 @@ SIZES = [(512, 512), (1024, 64), (64, 1024), (2048, 8), (127, 131), (1, 4096), (
 def test_a_fingerprint_sees_every_row_and_column(size: tuple[int, ...]) -> None:
     values = torch.zeros(size)
     flat = values.view(-1)
-    flat[:: binding._stride(values, 2)] = 1
+    flat[:: adapter_files._stride(values, 2)] = 1
     for axis in range(values.ndim):
         seen = values.movedim(axis, 0).reshape(size[axis], -1).sum(1)
         assert seen.min() > 0
@@ -509,7 +512,7 @@ def test_a_fingerprint_sees_every_row_and_column(size: tuple[int, ...]) -> None:
 
 def edited_base(folder: Path, version: Any) -> None:
     edit(folder, lambda config: config["base_weights"].update(version=version))
-    binding.bind(folder)
+    adapter_files.bind(folder)
 
 
 def test_a_change_of_a_column_is_noticed(saved: Path, tmp_path: Path) -> None:
@@ -531,7 +534,7 @@ def test_an_adapter_of_the_first_version_loads(saved: Path, working: PeftModel, 
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
 
     def first(config: dict[str, Any]) -> None:
-        config["base_weights"] = binding.fingerprint(stock("llama"), ["hf_posenc"], 1)
+        config["base_weights"] = adapter_files.fingerprint(stock("llama"), ["hf_posenc"], 1)
         del config["base_weights"]["version"]
 
     edit(tmp_path, first)
@@ -539,7 +542,7 @@ def test_an_adapter_of_the_first_version_loads(saved: Path, working: PeftModel, 
     # It held what its schemes began with, too.
     prefix = "base_model.model.model.layers.0.self_attn.hf_posenc"
     rewrite(tmp_path, lambda found: found.update({f"{prefix}.original_module.c": found[f"{prefix}.c"] + 1}))
-    binding.bind(tmp_path)
+    adapter_files.bind(tmp_path)
     loaded = PeftModel.from_pretrained(stock("llama"), tmp_path).eval()
     assert torch.equal(logits(loaded, "llama", ids), logits(working, "llama", ids))
     other = stock("llama")

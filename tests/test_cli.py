@@ -208,7 +208,7 @@ def test_what_convert_keeps(checkpoints: dict[str, Path], converted: Path, tmp_p
 def test_interrupted_convert_leaves_nothing_behind(number: int, tmp_path: Path) -> None:
     program = (
         "import pathlib, signal, time\nfrom hf_posenc.cli import app\n"
-        "from hf_posenc.patches.directories import whole_directory\n"
+        "from hf_posenc.patches.atomic_files import whole_directory\n"
         # A shell that starts the tests in the background has them ignore interrupts.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "@app.command()\ndef slow(out: pathlib.Path):\n    with whole_directory(out) as folder:\n"

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import hf_posenc
 from hf_posenc import cli
 from hf_posenc.errors import RecipeError, StorageError
-from hf_posenc.patches.directories import storing
+from hf_posenc.patches.atomic_files import storing
 from hf_posenc.recipes.data import sources
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.runs import files, run

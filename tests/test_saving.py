@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM
 import hf_posenc
 from hf_posenc import cli
 from hf_posenc.errors import CheckpointError, PosencError, StorageError
-from hf_posenc.patches import companions
-from hf_posenc.patches.directories import UNFINISHED, whole_directory
+from hf_posenc.patches import model_card
+from hf_posenc.patches.atomic_files import UNFINISHED, whole_directory
 
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "shutil.rmtree")
 
@@ -365,7 +365,7 @@ def test_a_card_keeps_all_that_the_user_wrote(metadata: str, end: str) -> None:
     model = llama("fire")
 
     def renewed(text: str) -> str:
-        return companions.card(text, model.config, "LlamaForCausalLM", [""])
+        return model_card.card(text, model.config, "LlamaForCausalLM", [""])
 
     given = (metadata + MINE).replace("\n", end)
     once = renewed(given)
@@ -383,7 +383,7 @@ def test_a_card_keeps_all_that_the_user_wrote(metadata: str, end: str) -> None:
         assert ("mine" in data["tags"]) == ("mine" in str(before.get("tags")))
     assert all(part in once for part in ("# mine", "# a comment", "# more") if part in metadata)
     # Between two sections, around them, and after a beginning without an end, all text stays.
-    section = companions.encoding_section(once)
+    section = model_card.encoding_section(once)
     parts = [f"{n} of mine." for n in range(4)]
     joined = f"{parts[0]}\n{section}\n{parts[1]}\n{section}\n{parts[2]}\n{section.splitlines()[0]}\n{parts[3]}\n"
     twice = renewed(joined)
@@ -435,7 +435,7 @@ def test_names_of_bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (tmp_path / "me" / "local").mkdir(parents=True)
     cached = "/home/me/.cache/huggingface/hub/models--org--name/snapshots/0a1b/"
     names = {"org/name": "org/name", cached: "org/name", "me/local": None, "/home/me/x": None, "./x/y": None, "": None}
-    assert {name: companions.base_and_licence(name)[0] for name in names} == names
+    assert {name: model_card.base_and_licence(name)[0] for name in names} == names
 
 
 def test_tags_of_an_adapter_stay(tmp_path: Path) -> None:

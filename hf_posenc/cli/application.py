@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 
 from hf_posenc import __version__
 from hf_posenc.errors import OptionError, PosencError, restated
-from hf_posenc.patches import directories
+from hf_posenc.patches import atomic_files
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -191,7 +191,7 @@ def resumable(console: Console, begun: Path, again: str) -> Iterator[None]:
 def _leave_nothing(number: int, frame: object) -> None:
     """Remove what is half written, and end the process on a termination signal, as job schedulers send it."""
     # Python swallows an exception raised while an object is deleted, so an exception is not enough.
-    directories.remove_unfinished()
+    atomic_files.remove_unfinished()
     os._exit(128 + number)
 
 

@@ -10,7 +10,7 @@ import typer
 
 from hf_posenc.cli.application import say_wrote
 from hf_posenc.errors import ArchitectureError, CheckpointError
-from hf_posenc.patches.directories import reading
+from hf_posenc.patches.atomic_files import reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

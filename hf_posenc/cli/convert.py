@@ -13,7 +13,7 @@ from typer import Argument, Option
 from hf_posenc.cli.application import AsJson, app, print_json, print_table, quiet, say_wrote, show, words
 from hf_posenc.cli.checkpoints import copy_companions, load_converted, load_model, say_how_to_load
 from hf_posenc.errors import OptionError
-from hf_posenc.patches.directories import whole_directory
+from hf_posenc.patches.atomic_files import whole_directory
 
 if TYPE_CHECKING:
     pass

@@ -12,7 +12,7 @@ from typer import Argument, Option
 from hf_posenc.cli.application import AsJson, app, is_main, quiet, resumable, say_wrote, words
 from hf_posenc.cli.checkpoints import find_tokenizer, load_model
 from hf_posenc.cli.convert import Model
-from hf_posenc.patches.directories import whole_directory
+from hf_posenc.patches.atomic_files import whole_directory
 
 
 @app.command("eval")

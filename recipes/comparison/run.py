@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_posenc import registry
 from hf_posenc.errors import OptionError, RecipeError, StorageError, shown
-from hf_posenc.patches.directories import OutputError, published, write_text
+from hf_posenc.patches.atomic_files import OutputError, published, write_text
 from hf_posenc.recipes import durations, library, storage
 from hf_posenc.recipes.comparison.findings import NATIVE, ORIGINAL, Examiner, Findings
 from hf_posenc.recipes.comparison.verdict import SHORT, Verdict, judge

@@ -19,7 +19,7 @@ from datasets.arrow_writer import SchemaInferenceError
 from datasets.exceptions import DatasetsError
 
 from hf_posenc.errors import RecipeError, shown
-from hf_posenc.patches.directories import reading
+from hf_posenc.patches.atomic_files import reading
 from hf_posenc.recipes.data.text import builtin_documents
 from hf_posenc.recipes.schema.recipe import Data
 

@@ -24,7 +24,7 @@ from datasets.exceptions import DatasetGenerationError
 from torch import Tensor
 
 from hf_posenc.errors import RecipeError
-from hf_posenc.patches.directories import reading
+from hf_posenc.patches.atomic_files import reading
 from hf_posenc.recipes.data import sources
 from hf_posenc.recipes.data.collation import Corruptor, corruptor
 from hf_posenc.recipes.schema.recipe import Data

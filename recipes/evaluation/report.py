@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from pydantic import WrapSerializer
 
 from hf_posenc.errors import PosencError
-from hf_posenc.patches.directories import published, write_text
+from hf_posenc.patches.atomic_files import published, write_text
 from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, PERPLEXITY, Grid, table
 from hf_posenc.recipes.reports import Table, render
 from hf_posenc.recipes.reports.curves import Mark, Panel, lines_figure

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hf_posenc.errors import RecipeError, suggest
-from hf_posenc.patches.directories import reading
+from hf_posenc.patches.atomic_files import reading
 from hf_posenc.recipes.schema.fields import LARGEST_TEXT
 
 FOLDER = Path(__file__).parent

@@ -22,7 +22,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from typing_extensions import TypedDict
 
 from hf_posenc.errors import OptionError, PosencError, RecipeError
-from hf_posenc.patches.directories import UNFINISHED, publish
+from hf_posenc.patches.atomic_files import UNFINISHED, publish
 from hf_posenc.recipes import storage
 from hf_posenc.recipes.layout import CHECKPOINTS, MEASUREMENTS, MODEL, RECIPE, RUN
 

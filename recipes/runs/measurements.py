@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import TrainerCallback
 
-from hf_posenc.patches.directories import reading
+from hf_posenc.patches.atomic_files import reading
 from hf_posenc.recipes.data.windows import Prepared
 from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.evaluation.measure import Workers

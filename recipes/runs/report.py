@@ -13,8 +13,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from matplotlib.figure import Figure
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
-from hf_posenc.patches.companions import TASKS, base_and_licence, encoding_section, name_of, on_the_hub
-from hf_posenc.patches.directories import published, write_text
+from hf_posenc.patches.atomic_files import published, write_text
+from hf_posenc.patches.model_card import TASKS, base_and_licence, encoding_section, name_of, on_the_hub
 from hf_posenc.recipes.data.sources import BUILTIN
 from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, Grid, table
 from hf_posenc.recipes.evaluation.perplexity import TARGETS

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import hashlib
 import itertools
+import json
 import math
 import os
 import platform
@@ -27,9 +27,9 @@ from transformers import TrainerCallback, TrainerState, default_data_collator, s
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_posenc.errors import RecipeError, StorageError, shown
+from hf_posenc.patches.adapter_files import apart, fingerprint
 from hf_posenc.patches.architecture import of_model
-from hf_posenc.patches.binding import apart, fingerprint
-from hf_posenc.patches.directories import UNFINISHED, publish, published, reading, storing, write_text
+from hf_posenc.patches.atomic_files import UNFINISHED, publish, published, reading, storing, write_text
 from hf_posenc.patches.patch import disabled, native_scheme, patch, set_strength
 from hf_posenc.patches.plan import Plan, plan
 from hf_posenc.patches.rotary import native_rope, set_rope

@@ -18,7 +18,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from transformers.integrations import get_available_reporting_integrations
 
 from hf_posenc.errors import RecipeError
-from hf_posenc.patches.directories import reading
+from hf_posenc.patches.atomic_files import reading
 from hf_posenc.recipes.data.collation import Collator, PositionSkipping
 from hf_posenc.recipes.loading import load, load_config
 from hf_posenc.recipes.processes import processes

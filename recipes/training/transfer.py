@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from hf_posenc.errors import OptionError
 from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import Architecture, of_model
-from hf_posenc.patches.directories import reading
+from hf_posenc.patches.atomic_files import reading
 from hf_posenc.patches.inspection import hooked
 from hf_posenc.patches.patch import disabled, evaluating, unpatch
 from hf_posenc.recipes.loading import trained_length

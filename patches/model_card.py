@@ -20,7 +20,7 @@ from hf_posenc import registry
 from hf_posenc.errors import CheckpointError
 from hf_posenc.patches import record
 from hf_posenc.patches.architecture import auto_classes, auto_name
-from hf_posenc.patches.directories import published, reading
+from hf_posenc.patches.atomic_files import published, reading
 
 logger = logging.getLogger(__name__)
 
@@ -137,13 +137,13 @@ def adapter_card(folder: Path, target: Path, origin: str) -> Iterator[None]:
         new.unlink(missing_ok=True)
     if not new.is_file():  # as in a process that is not the main one
         return
-    model_card = ModelCard.load(new)
-    data: Any = model_card.data
+    page = ModelCard.load(new)
+    data: Any = page.data
     base, licence = base_and_licence(origin)
     data.base_model, data.license = base, data.license or licence
     tags = [tag for tag in (*tags, *_words(data.tags), "hf_posenc") if not tag.startswith("base_model:")]
     data.tags = list(dict.fromkeys([*tags, *([f"base_model:adapter:{base}"] if base else [])]))
-    model_card.save(new)
+    page.save(new)
 
 
 def _metadata(text: str) -> dict[str, Any]:

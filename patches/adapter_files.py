@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import CheckpointError
 from hf_posenc.patches import record
+from hf_posenc.patches.atomic_files import published, reading
 from hf_posenc.patches.checkpoint import DAMAGED, check_complete, misshapen, read_header, sort_metadata
-from hf_posenc.patches.directories import published, reading
 from hf_posenc.patches.surgery import is_of_scheme
 
 _BOUND = "hf_posenc"
