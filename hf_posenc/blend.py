@@ -6,10 +6,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hf_posenc.forms import Bias
 from hf_posenc.operands import Block, Projection, Tokens
 from hf_posenc.ops import grouped_matmul
 from hf_posenc.scheme import Scheme
-from hf_posenc.structures import Bias
 
 
 class Blended(Scheme):

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from hf_posenc.equivalents import Equivalent
 from hf_posenc.errors import OptionError
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.scheme import Result, Scheme, option_names
-from hf_posenc.structures import Equivalent
 
 
 def _of_base(name: str, *, softmax: bool = False) -> Any:

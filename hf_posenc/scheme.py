@@ -12,10 +12,13 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.equivalents import Equivalent, Nothing
 from hf_posenc.errors import ExportError, OptionError, shown
+from hf_posenc.facts import Adaptation
+from hf_posenc.forms import FastForms
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops import grouped_matmul, softmax_of_seen
-from hf_posenc.structures import Adaptation, Bias, Equivalent, Folded, KeyScan, Locality, Nothing, Picture
+from hf_posenc.pictures import Picture
 
 Result = TypeVar("Result")
 Direction = Literal["causal", "bidirectional"]
@@ -50,7 +53,7 @@ class _Started(ABCMeta):
         return made
 
 
-class Scheme(nn.Module, metaclass=_Started):
+class Scheme(FastForms, nn.Module, metaclass=_Started):
     """A positional scheme for one attention layer, or shared by all layers of a stack.
 
     A subclass overrides some of the seams `embed`, `project`, `recall`, `score`, `weigh`, `mix`, `carry`, `finish` and
@@ -202,33 +205,6 @@ class Scheme(nn.Module, metaclass=_Started):
     def cautions(self, *, native_kept: bool) -> list[str]:
         """Return warnings for a user who is about to give a model this scheme."""
         return []
-
-    def added(self) -> Bias | None:
-        """Return the bias that `score` adds, in a form that fused attention takes.
-
-        `None` if `score` does anything else, or the scheme overrides `weigh` or `mix`.
-        """
-        return None
-
-    def folded(self) -> Folded | None:
-        """Return queries, keys and values with which plain attention equals `score` and `mix` of the given ones.
-
-        `None` if there are none, or the scheme overrides `weigh`.
-        """
-        return None
-
-    def locality(self) -> Locality | None:
-        """Return a rule for the keys beyond which position makes no difference, in causal layers; `None` if it always
-        may.
-
-        A scheme with `Locality.beyond` leaves `weigh` as it is, and its `mix` is linear in the weights.
-        """
-        return None
-
-    def key_scan(self) -> KeyScan | None:
-        """Return the form of `score`, `weigh` and `mix` as one pass over the keys that GPU kernels know, in causal
-        layers."""
-        return None
 
     def state_bytes(self, element: int) -> tuple[int, int]:
         """Return the bytes cached per token, and once per sequence, for `Projection.state` and `recent`.

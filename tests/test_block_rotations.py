@@ -13,10 +13,10 @@ from official import golden
 from torch import Tensor
 
 from hf_posenc import Geometry, Positions, Scheme, build
+from hf_posenc.equivalents import Rotation
 from hf_posenc.errors import ExportError
 from hf_posenc.operands import Projection, Tokens
 from hf_posenc.schemes.families.block_rotary import find_planes, plane_generators, rotate, rotate_blocks
-from hf_posenc.structures import Rotation
 
 SCHEMES = ("liere", "comrope_ap", "comrope_ld")
 DTYPES = [torch.float32, torch.float64]

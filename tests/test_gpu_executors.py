@@ -33,7 +33,7 @@ from hf_posenc.attention import Call, Mask, choose, executors
 from hf_posenc.attention.blocks import Blocks
 from hf_posenc.attention.gpu import flex, trial
 from hf_posenc.attention.once import Once
-from hf_posenc.structures import Bias
+from hf_posenc.forms import Bias
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 24
 TRITON = importlib.util.find_spec("triton") is not None

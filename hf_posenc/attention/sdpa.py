@@ -6,8 +6,8 @@ from torch.nn import functional as F
 
 from hf_posenc.attention.call import FEWEST_QUERIES, Call, Executor
 from hf_posenc.derivatives import ending
+from hf_posenc.forms import Folded
 from hf_posenc.scheme import Scheme
-from hf_posenc.structures import Folded
 
 # Minimum number of queries of a call, where a window leaves many keys out.
 _FEWEST_ROWS = 256

@@ -3,12 +3,12 @@ import math
 import torch
 from torch import Tensor
 
+from hf_posenc.facts import Adaptation
 from hf_posenc.operands import Geometry
 from hf_posenc.ops import placed
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import set_start
 from hf_posenc.schemes.families.additive import GridBias, slopes
-from hf_posenc.structures import Adaptation
 
 
 @register_scheme("alibi", paper="2108.12409", family="additive", usual=True)

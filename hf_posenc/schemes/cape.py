@@ -3,6 +3,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from hf_posenc.facts import Adaptation
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.registry import get, register_scheme
 from hf_posenc.scheme import Scheme
@@ -10,7 +11,6 @@ from hf_posenc.schemes.families.additive import AdditiveBias
 from hf_posenc.schemes.families.layers import PairNetwork
 from hf_posenc.schemes.fire import FIRE
 from hf_posenc.schemes.nope import NoPE
-from hf_posenc.structures import Adaptation
 
 _SLOPE = 0.01
 

@@ -2,12 +2,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_posenc.facts import Adaptation
+from hf_posenc.forms import GateCount, KeyScan, Locality
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops import fill_hidden_, grouped_matmul
+from hf_posenc.pictures import Numbers, Picture
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
-from hf_posenc.structures import Adaptation, GateCount, KeyScan, Locality, Numbers, Picture
 
 # Name of the keys of `separate_keys` in the cache.
 _GATE_KEYS = "gate_keys"

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import ShapeError
+from hf_posenc.facts import Adaptation
+from hf_posenc.forms import Bias, ContentBias, Vectors
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops import by_distance, grouped_matmul, placed
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, draw_start
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
-from hf_posenc.structures import Adaptation, Bias, ContentBias, Vectors
 
 # Names of the tables that `project` makes, with a vector per distance, from the largest down.
 _KEYS, _QUERIES = "position_keys", "position_queries"

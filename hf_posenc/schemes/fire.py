@@ -3,11 +3,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.facts import Adaptation
+from hf_posenc.forms import Bias, PiecewiseLinear
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.additive import AdditiveBias
 from hf_posenc.schemes.families.layers import PairNetwork
-from hf_posenc.structures import Adaptation, Bias, PiecewiseLinear
 
 # Added to the normaliser, as in the paper's listing.
 _EPSILON = 1e-6

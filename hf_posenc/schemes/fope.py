@@ -5,11 +5,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_posenc.equivalents import Equivalent
 from hf_posenc.operands import Geometry
 from hf_posenc.ops import placed
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.rotary import Annealed, RotaryScheme
-from hf_posenc.structures import Equivalent
 
 
 @register_scheme("fope", paper="2412.17739", family="rotary")

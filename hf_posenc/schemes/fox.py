@@ -6,11 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_posenc.facts import Adaptation
+from hf_posenc.forms import Bias, KeyBias
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
+from hf_posenc.pictures import Numbers, Picture
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, set_start
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
-from hf_posenc.structures import Adaptation, Bias, KeyBias, Numbers, Picture
 
 # The sum of the logarithms of all gates up to each token: `[B, S, H]`, or `[B, S, 2 H]` in encoders.
 _SUMS = "log_forget_sums"

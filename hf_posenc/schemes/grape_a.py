@@ -4,12 +4,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_posenc.facts import Adaptation
+from hf_posenc.forms import Bias
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops import placed
+from hf_posenc.pictures import Numbers, Picture
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.additive import slopes
-from hf_posenc.structures import Adaptation, Bias, Numbers, Picture
 
 # The slope of the penalty of each key, `[B, S, H]`.
 _RATES = "penalty_rates"

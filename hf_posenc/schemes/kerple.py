@@ -3,10 +3,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.facts import Adaptation
+from hf_posenc.forms import Bias
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.additive import DistanceBias
-from hf_posenc.structures import Adaptation, Bias
 
 # The official code keeps both parameters at least this large, and the exponent at most 2.
 _SMALLEST = 0.01

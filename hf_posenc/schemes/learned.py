@@ -5,11 +5,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_posenc.equivalents import Equivalent, Nothing, PositionTable
 from hf_posenc.errors import PositionError
+from hf_posenc.facts import Adaptation
 from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, draw_start, set_start
-from hf_posenc.structures import Adaptation, Equivalent, Nothing, PositionTable
 
 
 @register_scheme("learned", paper="1705.03122", family="absolute")

@@ -5,10 +5,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
+from hf_posenc.pictures import Numbers, Picture
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.layers import AnyDtypeLinear, LowRank, convolved
-from hf_posenc.structures import Numbers, Picture
 
 # Direction `[B, S, G, D]` and strength `[B, S, G]` of each token's reflection; projections of the tokens before.
 _DIRECTIONS, _STRENGTHS, _BEFORE = "reflection_directions", "reflection_strengths", "reflections_before"

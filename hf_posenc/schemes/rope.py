@@ -3,11 +3,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hf_posenc.equivalents import Rotation
+from hf_posenc.facts import Adaptation
 from hf_posenc.operands import Geometry
 from hf_posenc.ops import Layout
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.rotary import RotaryScheme
-from hf_posenc.structures import Adaptation, Rotation
 
 
 @register_scheme("rope", paper="2104.09864", family="rotary", usual=True)

@@ -4,12 +4,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.equivalents import Rotation
 from hf_posenc.operands import Geometry, coordinates_of
 from hf_posenc.ops import Layout
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import set_start
 from hf_posenc.schemes.families.rotary import PairRotation
-from hf_posenc.structures import Rotation
 
 
 @register_scheme("rope2d", paper="2403.13298", family="rotary")

@@ -3,10 +3,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hf_posenc.facts import Adaptation
 from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.additive import DistanceBias
-from hf_posenc.structures import Adaptation
 
 # Bound on memory: each distance needs half as many cosines.
 _WIDEST = 2**16

@@ -3,11 +3,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.facts import Adaptation
+from hf_posenc.forms import Locality
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.ops import by_distance, sums_by_distance
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, draw_start
-from hf_posenc.structures import Adaptation, Locality
 
 
 @register_scheme("shaw", paper="1803.02155", family="content-relative")

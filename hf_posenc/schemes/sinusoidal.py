@@ -4,11 +4,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.equivalents import Equivalent, Nothing, PositionTable
 from hf_posenc.errors import ExportError
+from hf_posenc.facts import Adaptation
 from hf_posenc.operands import Geometry, coordinates_of
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
-from hf_posenc.structures import Adaptation, Equivalent, Nothing, PositionTable
 
 
 @register_scheme("sinusoidal", paper="1706.03762", family="absolute", usual=True)

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_posenc.forms import KeyScan, Locality, Stick
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.ops import fill_hidden_, grouped_matmul
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, set_start
-from hf_posenc.structures import KeyScan, Locality, Stick
 
 # Epsilon of lm-engine, and torch's default.
 _NORM_EPSILON = 1e-5

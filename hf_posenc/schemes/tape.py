@@ -4,13 +4,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_posenc.equivalents import Equivalent
+from hf_posenc.forms import Folded
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops import grouped_matmul, turn_pairs
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import draw_start
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
 from hf_posenc.schemes.families.rotary import RotaryScheme
-from hf_posenc.structures import Equivalent, Folded
 
 # The position states of tokens, `[B, S, H, rotary_dim]`: real parts, then imaginary parts, of one complex number per
 # head and frequency.

@@ -4,11 +4,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hf_posenc.equivalents import Equivalent
+from hf_posenc.facts import Adaptation
+from hf_posenc.forms import Folded
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.ops import Layout, grouped_matmul
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.rotary import Annealed, RotaryScheme
-from hf_posenc.structures import Adaptation, Equivalent, Folded
 
 # Fading of the first pair, the strongest, within `scale_base` tokens: (0 + 0.4) / 1.4.
 _SMALLEST = 0.4 / 1.4

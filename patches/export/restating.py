@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_posenc.equivalents import Equivalent, Nothing, PositionTable, Rotation
 from hf_posenc.errors import ExportError
+from hf_posenc.forms import DistanceTable
 from hf_posenc.operands import Geometry
 from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import Architecture
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.additive import Buckets
-from hf_posenc.structures import DistanceTable, Equivalent, Nothing, PositionTable, Rotation
 
 # The remedy where an export is impossible.
 KEEP = "Load the converted checkpoint where hf-posenc is installed instead."

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from hf_posenc.equivalents import Nothing
 from hf_posenc.errors import ExportError
 from hf_posenc.operands import LARGEST_COUNT, Geometry, is_count
 from hf_posenc.patches import record, surgery
@@ -15,7 +16,6 @@ from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.atomic_files import OutputError, whole_directory
 from hf_posenc.patches.export.restating import Draft, read_stack, restate
 from hf_posenc.patches.patch import refuse_wrapped
-from hf_posenc.structures import Nothing
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from hf_posenc import registry
 from hf_posenc.operands import Positions, Tokens
+from hf_posenc.pictures import Numbers, Picture
 from hf_posenc.recipes.plots.subject import Layer, Part, asked
 from hf_posenc.recipes.reports import style
-from hf_posenc.structures import Numbers, Picture
 
 # Title of a picture, behind the name of the scheme, and its width and height in inches, the title included.
 Drawn = tuple[str, float, float]

@@ -16,7 +16,7 @@ from matplotlib.image import AxesImage
 from matplotlib.ticker import FixedLocator
 from torch import Tensor
 
-from hf_posenc.structures import Numbers
+from hf_posenc.pictures import Numbers
 
 # For what grows from nothing, and for what has two signs; told apart with any colour vision.
 GROWING, SIGNED = "viridis", "RdBu_r"

@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_posenc.attention.blocks import PartSums, with_parameters
 from hf_posenc.attention.call import Call, Rows
 from hf_posenc.attention.cpu import cutoffs
-from hf_posenc.structures import Bias, ContentBias
+from hf_posenc.forms import Bias, ContentBias
 
 
 @dataclass(frozen=True, eq=False)

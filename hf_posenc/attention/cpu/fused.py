@@ -18,9 +18,9 @@ from hf_posenc.attention.cpu.biases import AnyBias, BlockBias, KeysBias, TableBi
 from hf_posenc.attention.cpu.piecewise import PiecewiseBias
 from hf_posenc.attention.cpu.products import ProductsBias
 from hf_posenc.derivatives import first_order
+from hf_posenc.forms import ContentBias, DistanceTable, KeyBias, PiecewiseLinear
 from hf_posenc.ops import grouped_matmul
 from hf_posenc.scheme import Scheme
-from hf_posenc.structures import ContentBias, DistanceTable, KeyBias, PiecewiseLinear
 
 # Numbers of a matrix that should be in cache at once, in the backward pass of a bias that learns.
 _IN_CACHE = 2**18

@@ -1,4 +1,4 @@
-"""Schemes for which position makes a difference among the nearest keys only; see `structures.Locality`.
+"""Schemes for which position makes a difference among the nearest keys only; see `forms.Locality`.
 
 Each block of rows finds out how many keys that is. These go through the seams; the others, which share one bias per
 query or have no weight, go through the fused kernel or nowhere. The result is the same, not an approximation.
@@ -18,10 +18,10 @@ from hf_posenc.attention.blocks import BlockPlan, by_blocks
 from hf_posenc.attention.call import FEWEST_QUERIES, Call, Executor, Index, Rows
 from hf_posenc.attention.cpu import kernel
 from hf_posenc.attention.dense import from_logits, logits_of
+from hf_posenc.forms import Locality
 from hf_posenc.operands import Block
 from hf_posenc.ops import fill_hidden_
 from hf_posenc.scheme import Scheme
-from hf_posenc.structures import Locality
 
 # Minimum number of keys for this path.
 _FEWEST_KEYS = 512

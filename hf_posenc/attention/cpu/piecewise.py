@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_posenc.attention.call import Call, Rows
 from hf_posenc.attention.cpu.biases import BlockBias, Piece, over_batch
-from hf_posenc.structures import PiecewiseLinear
+from hf_posenc.forms import PiecewiseLinear
 
 
 @dataclass(frozen=True, eq=False)

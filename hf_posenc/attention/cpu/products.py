@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_posenc.attention.blocks import PartSums
 from hf_posenc.attention.call import Call, Rows
 from hf_posenc.attention.cpu.biases import BlockBias, Piece
-from hf_posenc.structures import Vectors
+from hf_posenc.forms import Vectors
 
 # Keys that meet the vectors of their distances at once.
 _TILE = 64

@@ -19,8 +19,8 @@ from hf_posenc.attention.call import Call
 from hf_posenc.attention.gpu.trial import CompiledExecutor
 from hf_posenc.attention.once import Once
 from hf_posenc.derivatives import ending
+from hf_posenc.forms import Bias, DistanceTable, KeyBias, PiecewiseLinear
 from hf_posenc.scheme import Scheme
-from hf_posenc.structures import Bias, DistanceTable, KeyBias, PiecewiseLinear
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.gpu.trial import CompiledExecutor
+from hf_posenc.forms import GateCount, KeyScan, Stick
 from hf_posenc.scheme import Scheme
-from hf_posenc.structures import GateCount, KeyScan, Stick
 
 # Tiles of wider heads do not fit.
 _WIDEST = 128

@@ -1,10 +1,10 @@
 """Scans of the keys from the last to the first: one kernel for each direction. Imports Triton.
 
 A stick is carried as the logarithm of what is left of it, from tile to tile. Where nothing to speak of is left for any
-query of a tile, its program ends; see `structures.Stick`.
+query of a tile, its program ends; see `forms.Stick`.
 
 Gates are added up near a query, from tile to tile. Where all queries of a tile have counted to the last number, farther
-keys share the bias there, and need no gates; see `structures.GateCount`.
+keys share the bias there, and need no gates; see `forms.GateCount`.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ from hf_posenc.attention.gpu.tiles import (
     two_sum,
 )
 from hf_posenc.derivatives import first_order
-from hf_posenc.structures import GateCount, Stick
+from hf_posenc.forms import GateCount, Stick
 
 # The logarithm of what is next to nothing: float32 does not see it among weights that sum to one.
 _NOTHING = tl.constexpr(-40.0)

@@ -18,8 +18,8 @@ from torch import Tensor
 from hf_posenc.attention.call import FEWEST_QUERIES, Call, Executor
 from hf_posenc.attention.dense import Dense
 from hf_posenc.attention.once import Once
+from hf_posenc.forms import Bias, KeyScan
 from hf_posenc.scheme import Scheme
-from hf_posenc.structures import Bias, KeyScan
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The oldest GPUs whose matrix units multiply bfloat16.

@@ -5,10 +5,12 @@ import math
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.equivalents import Equivalent
+from hf_posenc.facts import Adaptation
+from hf_posenc.forms import Bias, DistanceTable
 from hf_posenc.operands import Block, Geometry, NativeTable, Positions, coordinates_of
 from hf_posenc.ops import placed
 from hf_posenc.scheme import Scheme, draw_start, set_start
-from hf_posenc.structures import Adaptation, Bias, DistanceTable, Equivalent
 
 
 class AdditiveBias(Scheme):

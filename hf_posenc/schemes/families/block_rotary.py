@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.derivatives import differentiable, first_order
+from hf_posenc.equivalents import Rotation
 from hf_posenc.errors import ExportError
 from hf_posenc.operands import Geometry, Projection, Tokens
 from hf_posenc.ops import Layout, placed, rotate_halves, rotate_neighbours, transformed
 from hf_posenc.schemes.families.rotary import Turning
-from hf_posenc.structures import Rotation
 
 
 def plane_generators(frequencies: Tensor, size: int) -> Tensor:

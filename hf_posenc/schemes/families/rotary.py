@@ -5,11 +5,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.equivalents import Rotation
 from hf_posenc.errors import OptionError
 from hf_posenc.operands import Geometry, Projection, Tokens
 from hf_posenc.ops import Layout, placed, turn_pairs
 from hf_posenc.scheme import Scheme
-from hf_posenc.structures import Rotation
 
 
 class Turning(Scheme):

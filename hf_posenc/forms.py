@@ -1,15 +1,12 @@
-"""Structures that a scheme may declare of itself, so that other rooms need not know the scheme.
+"""Forms of a scheme that attention computes faster than its seams.
 
-Biases, folds, locality and scans of keys let attention take a fast path (`Scheme.added` and its neighbours).
-Equivalents say in the terms of stock models what a scheme computes (`Scheme.stock_equivalent`). Pictures show numbers
-that only the scheme can compute (`Scheme.pictures`). An adaptation tells recipes how a trained model is brought to a
-scheme (`Scheme.adaptation`).
+A scheme returns them from the methods of `FastForms`. All of them equal its seams, and none is needed.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -209,150 +206,32 @@ def _scaled(function: Callable[..., Tensor], factor: float) -> Callable[..., Ten
     return lambda *args: factor * function(*args)
 
 
-# -- equivalents in stock models ------------------------------------------------------------------------------------
+class FastForms:
+    """The forms in which attention may compute a scheme; a scheme has none unless it overrides a method."""
 
+    def added(self) -> Bias | None:
+        """Return the bias that `score` adds, in a form that fused attention takes.
 
-@dataclass(frozen=True, eq=False)
-class Nothing:
-    """The model computes what it would without the scheme."""
-
-
-@dataclass(frozen=True, eq=False)
-class Rotation:
-    """Queries and keys turn in planes, by angles proportional to the position of their token.
-
-    With `x = basis @ q`, plane i is the pair (u, w) = (x[i], x[i + P]), which at position p becomes
-    `(u cos - w sin, w cos + u sin)` with the angle `p * frequencies[i]`. Keys likewise, so only the product `basis.T
-    @ basis` is seen where the angle is 0: it is the identity, or holds a factor on what is turned.
-
-    Attributes:
-        frequencies: Angle per position of each plane, float64 `[G, P]` with P = D / 2; may be zero or negative.
-        basis: Its axes as rows, float64 `[G, D, D]`, first all u, then all w.
-    """
-
-    frequencies: Tensor
-    basis: Tensor
-
-    @classmethod
-    def of_pairs(
-        cls, frequencies: Tensor, size: int, layout: Literal["half", "interleaved"], factor: float = 1.0
-    ) -> "Rotation":
-        """Return the rotation of channel pairs among the first channels of each head; the others pass.
-
-        Args:
-            frequencies: Frequency of each pair, float64 `[G, M]`.
-            size: Channels of a head.
-            layout: Pairs (i, i + M), or (2i, 2i + 1).
-            factor: On the channels that are turned.
+        `None` if `score` does anything else, or the scheme overrides `weigh` or `mix`.
         """
-        groups, turned = len(frequencies), 2 * frequencies.shape[-1]
-        channels, passing = torch.arange(turned), torch.arange(turned, size)
-        first, second = channels.chunk(2) if layout == "half" else (channels[0::2], channels[1::2])
-        order = torch.cat((first, passing[0::2], second, passing[1::2]))
-        length = torch.ones(size, dtype=torch.float64)
-        length[:turned] = factor
-        idle = frequencies.new_zeros(groups, (size - turned) // 2)
-        return cls(torch.cat((frequencies, idle), dim=-1), length.diag()[order].expand(groups, -1, -1))
+        return None
 
-    def is_identity(self) -> bool:
-        """Whether neither turning nor a factor is there."""
-        product = self.basis.mT @ self.basis
-        unit = torch.eye(product.shape[-1], dtype=product.dtype).expand_as(product)
-        return not bool(self.frequencies.any()) and torch.allclose(product, unit, rtol=0, atol=1e-12)
+    def folded(self) -> Folded | None:
+        """Return queries, keys and values with which plain attention equals `score` and `mix` of the given ones.
 
+        `None` if there are none, or the scheme overrides `weigh`.
+        """
+        return None
 
-@dataclass(frozen=True, eq=False)
-class PositionTable:
-    """A vector per position is added to the embeddings of the tokens.
+    def locality(self) -> Locality | None:
+        """Return a rule for the keys beyond which position makes no difference, in causal layers; `None` if it always
+        may.
 
-    Attributes:
-        rows: Returns the first n of them, `[n, E]`.
-        limit: Number of rows; `None` if there is one for every position.
-    """
+        A scheme with `Locality.beyond` leaves `weigh` as it is, and its `mix` is linear in the weights.
+        """
+        return None
 
-    rows: Callable[[int], Tensor]
-    limit: int | None
-
-
-Equivalent: TypeAlias = Nothing | Rotation | PositionTable | DistanceTable
-
-
-# -- pictures -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Numbers:
-    """Numbers that a scheme computes, to be drawn as colours.
-
-    Attributes:
-        of: Returns the numbers, given the scheme and the arguments of `score` on a text.
-        title: Title of these numbers, where a picture has several.
-        high: Number of the last colour; the first is 0. `None` is the largest number.
-        log: Whether colours are on a logarithmic scale, from a thousandth of the last.
-    """
-
-    of: Callable[..., Tensor]
-    label: str
-    title: str = ""
-    high: float | None = 1.0
-    log: bool = False
-
-    @classmethod
-    def of_state(cls, name: str, label: str, high: float | None) -> "Numbers":
-        """Return the numbers of tokens that a cache holds, `[B, K, H]`, or one for the query heads of a kv head."""
-
-        def of(scheme: object, logits: Tensor, q: Tensor, k: Tensor, block: Any) -> Tensor:
-            found: Tensor = block.state[name].transpose(1, 2)
-            return found.repeat_interleave(q.shape[1] // found.shape[1], dim=1)
-
-        return cls(of, label, high=high)
-
-
-@dataclass(frozen=True, eq=False)
-class Picture:
-    """A kind of picture of what a scheme has learned.
-
-    Attributes:
-        name: Name of the kind, in commands and file names.
-        over: Axes. `"tokens"` shows numbers per head and token, `[B, H, K]`, or those per head, query and key at one
-            query; `"pairs"` shows numbers per head, query and key, `[B, H, Q, K]`.
-        numbers: Values from left to right.
-    """
-
-    name: str
-    summary: str
-    title: str
-    over: Literal["tokens", "pairs"]
-    numbers: tuple[Numbers, ...]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Adaptation:
-    """The way to bring a trained model to a scheme that does not start with what the model computes.
-
-    Attributes:
-        native: Fate of a native encoding of distances (a rotation): `"remove"`, `"keep"` or `"handover"`.
-        fit: Target of a fit before training, if that is removed: `"native"`, `"attention"` or none.
-        options: Options of such a start.
-        elsewhere: Fate of any other native encoding, such as a table of positions.
-        windows: Options that are lengths, in training windows; they are rounded to whole tokens.
-        reach: Trained lengths over which positions are to be spread in training, by skipping some; 0 is a scheme that
-            knows the trained positions only.
-        symmetric: Whether an encoder cannot tell its two directions apart.
-        encoder: Options for encoders.
-        rate: Factor of the learning rate of the scheme's weights in an attention transfer, and in a training that
-            follows no fit. Numbers that are added to logits have far to go; weights that read hidden states have not.
-        rate_width: Hidden size beyond which the rate falls in proportion, in every training; `None` is no fall. For
-            matrices whose inputs hardly differ from token to token: each step of Adam moves all products alike.
-    """
-
-    native: Literal["remove", "keep", "handover"] = "remove"
-    fit: Literal["native", "attention"] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    elsewhere: Literal["remove", "keep", "handover"] = "remove"
-    windows: Mapping[str, float] = field(default_factory=dict)
-    reach: int = 1
-    symmetric: bool = False
-    encoder: Mapping[str, Any] = field(default_factory=dict)
-    rate: float = 1.0
-    rate_width: int | None = None
+    def key_scan(self) -> KeyScan | None:
+        """Return the form of `score`, `weigh` and `mix` as one pass over the keys that GPU kernels know, in causal
+        layers."""
+        return None
