@@ -9,14 +9,15 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from hf_posenc.composition import Composite, compose
+from hf_posenc.addons import Composite, options_of
 from hf_posenc.errors import DirectionError, OptionError, UnknownSchemeError, shown, suggest
+from hf_posenc.facts import Adaptation
 from hf_posenc.operands import LARGEST_COUNT, LARGEST_NUMBER, SMALLEST_NUMBER, Geometry, is_count, is_number
 from hf_posenc.scheme import Direction, Scheme, option_names
 
@@ -40,6 +41,7 @@ class SchemeInfo:
             without positions that others can be combined with, as in `"rope+gated_output"`.
         directions: Directions the scheme is defined for: `"causal"` (decoders), `"bidirectional"` (encoders).
         usual: Whether `hf-posenc compare` takes the scheme by default.
+        addons: Records of the add-ons, of which `name` also tells; the other fields are those of the scheme itself.
     """
 
     name: str
@@ -48,11 +50,17 @@ class SchemeInfo:
     family: str
     directions: tuple[Direction, ...]
     usual: bool = False
+    addons: "tuple[SchemeInfo, ...]" = ()
 
     @property
     def summary(self) -> str:
         """The first paragraph of the class's documentation."""
         return (inspect.getdoc(self.cls) or "").split("\n\n")[0].replace("\n", " ")
+
+    @property
+    def summary_line(self) -> str:
+        """The first line alone."""
+        return (inspect.getdoc(self.cls) or "").partition("\n")[0]
 
     @property
     def headline(self) -> str:
@@ -68,14 +76,38 @@ class SchemeInfo:
             parts.append(f"exact on models with {self.cls.reproduces} encoding")
         if self.cls.neutral_options is not None:
             given = ", ".join(f"{key}={value!r}" for key, value in self.cls.neutral_options.items())
-            near = self.cls.start_tolerance is not Scheme.start_tolerance
-            parts.append(f"{'near' if near else 'exact'} with native='keep'{f' and {given}' if given else ''}")
+            start = "exact" if self.cls.neutral_is_exact else "near"
+            parts.append(f"{start} with native='keep'{f' and {given}' if given else ''}")
         return "; ".join([*parts, "otherwise a break"]) if parts else "break"
+
+    @property
+    def adaptation(self) -> Adaptation:
+        """The way to bring a trained model to the scheme."""
+        found = self.cls.adaptation
+        if not self.addons:
+            return found
+        return replace(found, options={key: x for key, x in found.options.items() if key != "shared"})
+
+    @property
+    def kinds(self) -> tuple[type[Scheme], ...]:
+        """The classes of the scheme and of its add-ons."""
+        return (self.cls, *(addon.cls for addon in self.addons))
 
     def option_defaults(self) -> dict[str, Any]:
         """Return each option with its default."""
-        parameters = inspect.signature(self.cls.__init__).parameters
-        return {name: parameters[name].default for name in option_names(self.cls)}
+        return {name: default for name, (_, default) in self.typed_options().items()}
+
+    def typed_options(self) -> dict[str, tuple[Any, Any]]:
+        """Return type and default of each option."""
+        if not self.addons:
+            return _typed_options(self.cls)
+        return {name: _typed_options(kind)[name] for name, kind in options_of(self.name, self.kinds).items()}
+
+
+@functools.cache
+def _typed_options(cls: type[Scheme]) -> dict[str, tuple[Any, Any]]:
+    parameters, hints = inspect.signature(cls.__init__).parameters, typing.get_type_hints(cls.__init__)
+    return {name: (hints[name], parameters[name].default) for name in option_names(cls)}
 
 
 # The registered schemes by name; `hf_posenc.schemes()` has the built-in ones, too.
@@ -175,16 +207,10 @@ def _combined(name: str, parts: list[SchemeInfo]) -> SchemeInfo:
         if other.family != "add-on":
             addons = ", ".join(known.name for known in schemes().values() if known.family == "add-on")
             raise OptionError(f"{name}: {other.name} is no add-on to another scheme. These are: {addons}.")
-    kinds = tuple(part.cls for part in parts)
-    made = compose(name, kinds)
-    return SchemeInfo(name, made, ", ".join(p.paper for p in parts), base.family, made.directions)
-
-
-def __getattr__(name: str) -> type[Scheme]:
-    # Pickle finds the class of a scheme with add-ons here; it is made where it is asked for.
-    if "+" in name:
-        return get(name).cls
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    options_of(name, [part.cls for part in parts])
+    directions = tuple(way for way in base.directions if all(way in other.directions for other in others))
+    papers = ", ".join(part.paper for part in parts)
+    return replace(base, name=name, paper=papers, directions=directions, usual=False, addons=tuple(others))
 
 
 def build(name: str, geometry: Geometry, **options: Any) -> Scheme:
@@ -221,9 +247,9 @@ def make(info: SchemeInfo, geometry: Geometry, options: Mapping[str, Any]) -> Sc
         )
     # Parameters made in inference mode can never be trained.
     given = dict(options)
-    window = None if _WINDOW in option_names(info.cls) else given.pop(_WINDOW, None)
+    window = None if _WINDOW in info.typed_options() else given.pop(_WINDOW, None)
     with torch.inference_mode(False), _Making(info.name, options):
-        scheme = info.cls(geometry, **given)
+        scheme = Composite(geometry, info.name, info.kinds, given) if info.addons else info.cls(geometry, **given)
         scheme.window = window
         scheme.common = scheme.make_common()
     # Values taken from the model can be wrong too, and could then not be read back from a config.
@@ -258,25 +284,19 @@ class _Making(TorchFunctionMode):
 
 def check_options(info: SchemeInfo, options: Mapping[str, Any]) -> None:
     """Raise `OptionError` unless every option exists and has the annotated type."""
-    names = option_names(info.cls)
-    hints = _hints(info.cls)
+    known = info.typed_options()
     for name, value in options.items():
-        if name == _WINDOW and name not in names:
+        if name == _WINDOW and name not in known:
             if value is not None and not (is_count(value) and value >= 1):
                 raise OptionError(
                     f"{info.name}: option window={shown(value)}: expected None or a distance of at least 1."
                 )
             continue
-        if name not in names:
-            raise OptionError(f"{info.name} has no option {shown(name)}. {suggest(name, names)}")
-        if not _matches(value, hints[name]):
-            raise OptionError(f"{info.name}: option {name}={shown(value)}: expected {_expected(value, hints[name])}.")
-
-
-@functools.cache
-def _hints(scheme: type[Scheme]) -> dict[str, Any]:
-    """Return the types of the options of a scheme class."""
-    return typing.get_type_hints(scheme.__init__)
+        if name not in known:
+            raise OptionError(f"{info.name} has no option {shown(name)}. {suggest(name, known)}")
+        hint, _ = known[name]
+        if not _matches(value, hint):
+            raise OptionError(f"{info.name}: option {name}={shown(value)}: expected {_expected(value, hint)}.")
 
 
 def _matches(value: Any, hint: Any) -> bool:
@@ -365,17 +385,18 @@ def describe(scheme: str) -> Description:
         UnknownSchemeError: No scheme has that name.
     """
     info = get(scheme)
-    kinds = info.cls.kinds if issubclass(info.cls, Composite) else (info.cls,)
     # A variant documents only the options that differ from its base.
     texts: dict[str, str] = {}
-    for base in (base for kind in kinds for base in kind.__mro__):
+    for base in (base for kind in info.kinds for base in kind.__mro__):
         texts = _documentation(base)[1] | texts
-    hints = _hints(info.cls)
     options = tuple(
-        Option(name, _in_code(hints[name]), default, texts.get(name, ""))
-        for name, default in info.option_defaults().items()
+        Option(name, _in_code(hint), default, texts.get(name, ""))
+        for name, (hint, default) in info.typed_options().items()
     )
-    return Description(info, _documentation(info.cls)[0], options)
+    text = _documentation(info.cls)[0]
+    if info.addons:
+        text = "\n\n".join((info.summary_line, *(f"And: {addon.summary_line}" for addon in info.addons)))
+    return Description(info, text, options)
 
 
 def _in_code(hint: Any) -> str:

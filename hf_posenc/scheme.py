@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_posenc.equivalents import Equivalent, Nothing
 from hf_posenc.errors import ExportError, OptionError, shown
-from hf_posenc.facts import Adaptation
+from hf_posenc.facts import Adaptation, Facts
 from hf_posenc.forms import FastForms
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops import grouped_matmul, softmax_of_seen
@@ -69,16 +69,17 @@ class Scheme(FastForms, nn.Module, metaclass=_Started):
     """
 
     # The registered name.
-    name: ClassVar[str] = ""
+    name: str = ""
     # The registered directions of attention.
-    directions: ClassVar[tuple[Direction, ...]] = ("causal", "bidirectional")
+    directions: tuple[Direction, ...] = ("causal", "bidirectional")
     # The kind of native encoding that this scheme can reproduce ("rotary", "learned", "t5"), if any.
     reproduces: ClassVar[str | None] = None
-    # Options that make the start a no-op when the native encoding is kept, exactly or within `start_tolerance`; None if
-    # no options do.
-    neutral_options: ClassVar[Mapping[str, Any] | None] = None
+    # Options that make the start a no-op when the native encoding is kept; None if no options do.
+    neutral_options: Mapping[str, Any] | None = None
+    # Whether that no-op is exact, and not only within `Facts.tolerance`.
+    neutral_is_exact: ClassVar[bool] = True
     # The way to bring a trained model to the scheme, which recipes follow.
-    adaptation: ClassVar[Adaptation] = Adaptation()
+    adaptation: Adaptation = Adaptation()
     # Pictures of numbers that only this scheme computes.
     pictures: ClassVar[tuple[Picture, ...]] = ()
     # Whether `score` reads the content of keys; the cache then also stores them without the native rotation.
@@ -181,38 +182,23 @@ class Scheme(FastForms, nn.Module, metaclass=_Started):
         """Whether this scheme overrides `seam`."""
         return getattr(type(self), seam) is not getattr(Scheme, seam)
 
-    def starts_exact(self, *, native_kept: bool) -> bool:
-        """Whether a freshly patched model computes the same function as before.
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
+        """Return the facts of this scheme in a model.
 
-        By default this holds with the native encoding kept, if the neutral options are set.
-        """
-        neutral = self.neutral_options
-        return native_kept and neutral is not None and all(getattr(self, x) == value for x, value in neutral.items())
-
-    def start_tolerance(self, *, native_kept: bool) -> float | None:
-        """Return a bound on how far attention logits move at the start, over the model's whole context.
-
-        0 is exact; `None` is a break without a bound.
-        """
-        return 0.0 if self.starts_exact(native_kept=native_kept) else None
-
-    def start_bound(self, *, native_kept: bool) -> float | None:
-        """Return the same where no window hides keys within that context, else `None`."""
-        context = self.geometry.max_positions
-        hides = self.window is not None and (context is None or self.window < context)
-        return None if hides else self.start_tolerance(native_kept=native_kept)
-
-    def cautions(self, *, native_kept: bool) -> list[str]:
-        """Return warnings for a user who is about to give a model this scheme."""
-        return []
-
-    def state_bytes(self, element: int) -> tuple[int, int]:
-        """Return the bytes cached per token, and once per sequence, for `Projection.state` and `recent`.
+        By default the start is exact with the native encoding kept, if the neutral options are set.
 
         Args:
+            native_kept: Whether the model keeps its native encoding.
             element: Bytes of one number in the model's dtype.
         """
-        return 0, 0
+        neutral = self.neutral_options
+        exact = native_kept and neutral is not None and all(getattr(self, x) == value for x, value in neutral.items())
+        return Facts(exact=exact)
+
+    def hides_keys(self) -> bool:
+        """Whether a window hides keys within the model's context."""
+        context = self.geometry.max_positions
+        return self.window is not None and (context is None or self.window < context)
 
     def is_silent(self) -> bool:
         """Whether the scheme changes nothing, with its current parameters; by default, whether its gate is closed."""
@@ -229,14 +215,6 @@ class Scheme(FastForms, nn.Module, metaclass=_Started):
             return Nothing()
         changed = ", ".join(what for seam, what in _CHANGED.items() if self.overrides(seam))
         raise ExportError(f"changes {changed or 'the model'} in a way for which stock models have no weights")
-
-    def end_of_positions(self) -> int | None:
-        """Return the first position that the scheme does not cover; `None` if it covers all."""
-        return None
-
-    def weights_sum_to_one(self) -> bool:
-        """Whether each row of the attention weights sums to 1."""
-        return True
 
     def options(self) -> dict[str, Any]:
         """Return the resolved options, with which `build` makes the same scheme again."""

@@ -416,7 +416,7 @@ def starts(model: Any) -> list[str]:
 def describe_start(schemes: list[Scheme], native: str) -> tuple[str, float | None]:
     """Return the start and its tolerance, as `Plan` has them."""
     kept = native == "keep"
-    bounds = [scheme.start_bound(native_kept=kept) for scheme in schemes]
+    bounds = [None if scheme.hides_keys() else scheme.facts(native_kept=kept).start for scheme in schemes]
     known = [bound for bound in bounds if bound is not None]
     if len(known) < len(bounds):
         return "break", None

@@ -360,7 +360,7 @@ def _warnings(sites: Sites, group: Group, kept: list[Group], built: dict[str, di
     architecture, found = sites.architecture, []
     for name, part in group.stacks.items():
         scheme = next(iter(built[name].values()))
-        found += [f"{name}: {caution}" for caution in scheme.cautions(native_kept=group.native == "keep")]
+        found += [f"{name}: {caution}" for caution in scheme.facts(native_kept=group.native == "keep").cautions]
         covered = set(part.layers).union(*(g.stacks[name].layers for g in kept if name in g.stacks))
         missing = len(sites.stacks[name].attentions) - len(covered)
         if missing and group.native == "remove" and not architecture.native_per_layer:
@@ -399,7 +399,7 @@ def native_scheme(model: nn.Module) -> str | None:
     for name, info in registry.schemes().items():
         if kind is not None and info.cls.reproduces == kind:
             scheme = registry.build(name, geometry)
-            if scheme.starts_exact(native_kept=False):
+            if scheme.facts(native_kept=False).exact:
                 sizes[name] = sum(parameter.numel() for parameter in scheme.parameters())
     return min(sizes, key=sizes.__getitem__, default=None)
 

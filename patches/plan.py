@@ -251,7 +251,7 @@ def _cache_bytes(prepared: Preparation, model: nn.Module) -> tuple[int, int]:
             geometry = scheme.geometry
             if not geometry.causal:
                 continue  # Encoders keep no cache.
-            growing, fixed = scheme.state_bytes(dtype.itemsize)
+            growing, fixed = scheme.facts(element=dtype.itemsize).state_bytes
             if scheme.reads_keys and prepared.group.native == "keep" and geometry.inv_freq is not None:
                 growing += geometry.kv_heads * geometry.head_dim * dtype.itemsize  # keys without the model's rotation
             per_token += growing + _POSITION_BYTES

@@ -72,7 +72,7 @@ def recommended(config: Any) -> list[Recommendation]:
     for row in measured["recipes"]:
         found.append(Recommendation(row["recipe"], row.get("quality"), row.get("far"), measured["model"]))
     suited = [name for name, info in registry.schemes().items() if case.suits(info) and info.family != _ADDED]
-    far = [name for name in suited if registry.get(name).cls.adaptation.reach]
+    far = [name for name in suited if registry.get(name).adaptation.reach]
     ways = ["extend", "remove", *(f"extend by={name}" for name in (*case.ways, *far))]
     ways += [*(f"swap scheme={name}" for name in suited), "control"]
     known = {each.words for each in found}
@@ -184,8 +184,8 @@ class _Case:
             return  # Validation says why.
         self.set("conversion", scheme=name, **self._suited(info))
         self._transfer(info)
-        if info.cls.adaptation.reach > 1:
-            self._train_to(max(self.own, info.cls.adaptation.reach * min(self.own, WINDOW)))
+        if info.adaptation.reach > 1:
+            self._train_to(max(self.own, info.adaptation.reach * min(self.own, WINDOW)))
 
     def _transfer(self, info: SchemeInfo) -> None:
         """Begin with the attention transfer in a model of real size, instead of a fit or a handover."""
@@ -209,7 +209,7 @@ class _Case:
 
     def _suited(self, info: SchemeInfo) -> Content:
         """Return the keys of the conversion to a scheme."""
-        advice, options = info.cls.adaptation, {}
+        advice, options = info.adaptation, {}
         behind_only = self.config.is_encoder_decoder and (advice.symmetric or "bidirectional" not in info.directions)
         stacks = ["decoder"] if behind_only else None
         native, fit = advice.elsewhere, None
@@ -283,7 +283,7 @@ class _Case:
 
     def suits(self, info: SchemeInfo) -> bool:
         """Whether a scheme is defined for the model, and tells its directions apart."""
-        advice, one_way = info.cls.adaptation, self.causal or self.config.is_encoder_decoder
+        advice, one_way = info.adaptation, self.causal or self.config.is_encoder_decoder
         return one_way or ("bidirectional" in info.directions and (not advice.symmetric or bool(advice.encoder)))
 
     def _measured_scheme(self) -> str:

@@ -281,7 +281,7 @@ def _check_shapes(scheme: Scheme, given: dict[str, Tensor], hidden: Tensor | Non
             raise ShapeError(f"Got {name} of shape {list(tensor.shape)}; expected at least one query and one key.")
         if int(tensor.min()) < 0:
             raise PositionError(f"Got {int(tensor.min())} in {name}; positions count from 0.")
-    if queries > keys and any(scheme.state_bytes(1)):
+    if queries > keys and any(scheme.facts().state_bytes):
         raise ShapeError(
             f"Got {queries} queries and {keys} keys; expected no more queries than keys, of which they are the last: "
             f"{scheme.name} has a state for each key."

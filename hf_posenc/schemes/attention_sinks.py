@@ -1,6 +1,9 @@
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.facts import Facts
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.ops import softmax_of_seen
 from hf_posenc.registry import register_scheme
@@ -39,5 +42,5 @@ class AttentionSinks(Scheme):
         share = torch.sigmoid(seen.logsumexp(-1, keepdim=True) - self.sinks.to(logits)[:, None, None])
         return softmax_of_seen(logits, block.keep) * share
 
-    def weights_sum_to_one(self) -> bool:
-        return False
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
+        return replace(super().facts(native_kept=native_kept, element=element), sums_to_one=False)

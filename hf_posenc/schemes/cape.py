@@ -1,9 +1,10 @@
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from hf_posenc.facts import Adaptation
+from hf_posenc.facts import Adaptation, Facts
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.registry import get, register_scheme
 from hf_posenc.scheme import Scheme
@@ -93,8 +94,11 @@ class CAPE(Scheme):
         mixed: Tensor = self.mlp2(*(x.flatten(2) for x in inputs))
         return mixed.view(inputs[0].shape)
 
-    def cautions(self, *, native_kept: bool) -> list[str]:
-        return NoPE(self.geometry).cautions(native_kept=native_kept) if self.base == "nope" else []
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
+        found = super().facts(native_kept=native_kept, element=element)
+        if self.base != "nope":
+            return found
+        return replace(found, cautions=NoPE(self.geometry).facts(native_kept=native_kept).cautions)
 
     def is_silent(self) -> bool:
         return self.mlp2.is_silent() and (self.base_bias is None or self.form == "add" or self.base_bias.is_silent())

@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_posenc.facts import Adaptation
+from hf_posenc.facts import Adaptation, Facts
 from hf_posenc.forms import GateCount, KeyScan, Locality
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops import fill_hidden_, grouped_matmul
@@ -151,8 +153,9 @@ class CoPE(Scheme):
     def is_silent(self) -> bool:
         return not any(bool(table.any()) for table in (self.pos_emb, self.pos_emb_right) if table is not None)
 
-    def state_bytes(self, element: int) -> tuple[int, int]:
-        return (self.geometry.kv_heads * self.geometry.head_dim * element if self.separate_keys else 0), 0
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
+        state = self.geometry.kv_heads * self.geometry.head_dim * element if self.separate_keys else 0
+        return replace(super().facts(native_kept=native_kept, element=element), state_bytes=(state, 0))
 
 
 def _ahead(block: Block) -> Tensor:

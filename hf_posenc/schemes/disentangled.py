@@ -1,12 +1,13 @@
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import ShapeError
-from hf_posenc.facts import Adaptation
+from hf_posenc.facts import Adaptation, Facts
 from hf_posenc.forms import Bias, ContentBias, Vectors
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops import by_distance, grouped_matmul, placed
@@ -208,10 +209,11 @@ class Disentangled(Scheme):
                 terms.append(_meet_keys(k.to(like), queries, index))
         return terms[0] if len(terms) == 1 else terms[0] + terms[1]
 
-    def starts_exact(self, *, native_kept: bool) -> bool:
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
         # A bias as a position query changes attention; as a position key it only shifts a row of logits.
         biased = self.share_bias and self.p2c
-        return native_kept and self.init == "zero" and self.scale == "host" and not biased
+        exact = native_kept and self.init == "zero" and self.scale == "host" and not biased
+        return replace(super().facts(native_kept=native_kept, element=element), exact=exact)
 
 
 def log_buckets(distance: Tensor, buckets: int, max_distance: int) -> Tensor:

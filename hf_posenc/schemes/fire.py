@@ -1,9 +1,10 @@
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.facts import Adaptation
+from hf_posenc.facts import Adaptation, Facts
 from hf_posenc.forms import Bias, PiecewiseLinear
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.registry import register_scheme
@@ -149,5 +150,6 @@ class FIRE(AdditiveBias):
     def _psi(c: Tensor, x: Tensor) -> Tensor:
         return torch.log1p((c * x).abs())
 
-    def starts_exact(self, *, native_kept: bool) -> bool:
-        return native_kept and (self.init == "zero" or self.gate)
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
+        exact = native_kept and (self.init == "zero" or self.gate)
+        return replace(super().facts(native_kept=native_kept, element=element), exact=exact)

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -6,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.equivalents import Equivalent
+from hf_posenc.facts import Facts
 from hf_posenc.operands import Geometry
 from hf_posenc.ops import placed
 from hf_posenc.registry import register_scheme
@@ -115,11 +117,11 @@ class FoPE(Annealed, RotaryScheme):
         length = self.length if self.init == "native" else 1.0
         return cos * length, sin * length
 
-    def starts_exact(self, *, native_kept: bool) -> bool:
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
         quiet = self.anneal or not (self.sigma or self._loses)
-        if native_kept:
-            return self.init == "zero" and (self.anneal or not self.sigma)
-        return self._native and self.init == "native" and not self.official_layout and quiet
+        own = self._native and self.init == "native" and not self.official_layout and quiet
+        kept = self.init == "zero" and (self.anneal or not self.sigma)
+        return replace(super().facts(native_kept=native_kept, element=element), exact=kept if native_kept else own)
 
     def stock_equivalent(self) -> Equivalent:
         coefficients = [self.annealed(c) for c in (self.sin_coef, self.cos_coef)]

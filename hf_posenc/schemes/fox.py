@@ -1,12 +1,12 @@
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_posenc.facts import Adaptation
+from hf_posenc.facts import Adaptation, Facts
 from hf_posenc.forms import Bias, KeyBias
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.pictures import Numbers, Picture
@@ -54,7 +54,8 @@ class FoX(Scheme):
             geometrically.
     """
 
-    neutral_options: ClassVar[Mapping[str, Any] | None] = {"init": "horizon"}
+    neutral_options: Mapping[str, Any] | None = {"init": "horizon"}
+    neutral_is_exact = False
     adaptation = Adaptation(native="keep", options={"init": "horizon"}, elsewhere="handover")
     fgate_bias: Tensor | None
 
@@ -157,16 +158,10 @@ class FoX(Scheme):
             return Bias(self._bias)
         return KeyBias(self._bias, lambda state: -state[_SUMS].transpose(1, 2))
 
-    def starts_exact(self, *, native_kept: bool) -> bool:
-        return False
-
-    def start_tolerance(self, *, native_kept: bool) -> float | None:
-        if not native_kept or self.horizon is None:
-            return None
-        return self.geometry.context / self.horizon
-
-    def state_bytes(self, element: int) -> tuple[int, int]:
-        return 4 * self.geometry.heads, 0
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
+        horizon = self.horizon if native_kept else None
+        bound = None if horizon is None else self.geometry.context / horizon
+        return Facts(tolerance=bound, state_bytes=(4 * self.geometry.heads, 0))
 
     def gates(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
         """Return the gate of each token, `[B, H, K]`, given the arguments of `score`; the first one in encoders."""

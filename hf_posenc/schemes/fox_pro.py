@@ -1,9 +1,11 @@
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_posenc.facts import Facts
 from hf_posenc.operands import Geometry, Projection, Tokens
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
@@ -155,20 +157,17 @@ class FoXPro(FoX):
             result = result * gates.view(*gates.shape[:2], self.geometry.heads, -1).transpose(1, 2)
         return result.to(output.dtype)
 
-    def start_tolerance(self, *, native_kept: bool) -> float | None:
-        changes = (self.output_gate, self.output_norm, self.qk_norm, self.k_shift, self.v_shift)
-        return None if any(changes) else super().start_tolerance(native_kept=native_kept)
-
-    def cautions(self, *, native_kept: bool) -> list[str]:
-        if self.start_tolerance(native_kept=True) is not None:
-            return []
-        return [
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
+        found = super().facts(native_kept=native_kept, element=element)
+        shifted = self.k_shift + self.v_shift
+        values = self.geometry.kv_heads * self.geometry.head_dim * element
+        found = replace(found, state_bytes=(found.state_bytes[0], self.history * shifted * (values + 8)))
+        changes = any((self.output_gate, self.output_norm, self.qk_norm, self.k_shift, self.v_shift))
+        if self.horizon is not None and not changes:
+            return found
+        caution = (
             "fox_pro also changes what the layer computes apart from positions (norms, gates, mixing of neighbours), "
             "so the model must be trained for longer than with a change of positions alone. fox with native='keep' "
             "starts near the original."
-        ]
-
-    def state_bytes(self, element: int) -> tuple[int, int]:
-        shifted = self.k_shift + self.v_shift
-        values = self.geometry.kv_heads * self.geometry.head_dim * element
-        return super().state_bytes(element)[0], self.history * shifted * (values + 8)
+        )
+        return replace(found, tolerance=None if changes else found.tolerance, cautions=(caution,))

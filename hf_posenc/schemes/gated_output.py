@@ -1,9 +1,11 @@
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import ShapeError
+from hf_posenc.facts import Facts
 from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
@@ -60,5 +62,7 @@ class GatedOutput(Scheme):
     def is_silent(self) -> bool:
         return self.gate_start == "exact" and not bool(self.gate_proj.weight.any())
 
-    def starts_exact(self, *, native_kept: bool) -> bool:
-        return native_kept and self.gate_start == "exact"
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
+        return replace(
+            super().facts(native_kept=native_kept, element=element), exact=native_kept and self.gate_start == "exact"
+        )

@@ -1,10 +1,11 @@
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_posenc.facts import Adaptation
+from hf_posenc.facts import Adaptation, Facts
 from hf_posenc.forms import Bias
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops import placed
@@ -70,8 +71,10 @@ class GRAPEA(Scheme):
     def added(self) -> Bias | None:
         return Bias(self._bias)
 
-    def state_bytes(self, element: int) -> tuple[int, int]:
-        return 4 * self.geometry.heads, 0
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
+        return replace(
+            super().facts(native_kept=native_kept, element=element), state_bytes=(4 * self.geometry.heads, 0)
+        )
 
     pictures = (
         Picture(

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from hf_posenc.equivalents import Equivalent, Nothing, PositionTable
 from hf_posenc.errors import PositionError
-from hf_posenc.facts import Adaptation
+from hf_posenc.facts import Adaptation, Facts
 from hf_posenc.operands import Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, draw_start, set_start
@@ -86,9 +86,6 @@ class Learned(Scheme):
         table: Tensor = self.wpe((positions if weight.is_meta else positions.to(weight.device)).long())
         return inputs + table.to(inputs)
 
-    def end_of_positions(self) -> int:
-        return self.num_positions
-
     def stock_equivalent(self) -> Equivalent:
         table = self.wpe.weight.detach()
         return Nothing() if self.is_silent() else PositionTable(lambda rows: table[:rows], self.num_positions)
@@ -96,15 +93,16 @@ class Learned(Scheme):
     def is_silent(self) -> bool:
         return not bool(self.wpe.weight.any())
 
-    def starts_exact(self, *, native_kept: bool) -> bool:
-        spread = self.growth == "interpolate" and self._trained != self.num_positions
-        return self.init == "zero" if native_kept else self.init == "native" and not spread
-
-    def cautions(self, *, native_kept: bool) -> list[str]:
-        if self.init != "native" or self.num_positions <= self._trained or self.growth == "interpolate":
-            return []
-        new = f"{self._trained:,} to {self.num_positions - 1:,}"
-        return [f"The rows of positions {new} are new: the start is exact up to them, and they have to be trained."]
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
+        spread = self.growth == "interpolate"
+        exact = self.init == "native" and not (spread and self._trained != self.num_positions)
+        cautions: tuple[str, ...] = ()
+        if self.init == "native" and self.num_positions > self._trained and not spread:
+            new = f"{self._trained:,} to {self.num_positions - 1:,}"
+            cautions = (
+                f"The rows of positions {new} are new: the start is exact up to them, and they have to be trained.",
+            )
+        return Facts(exact=self.init == "zero" if native_kept else exact, cautions=cautions, end=self.num_positions)
 
 
 def _interpolated(table: Tensor, count: int, *, grid: bool) -> Tensor:

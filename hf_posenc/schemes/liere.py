@@ -1,8 +1,10 @@
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.facts import Facts
 from hf_posenc.ops import rotate_halves, rotate_neighbours
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.block_rotary import BlockRotary, Turn, rotate_blocks
@@ -49,15 +51,16 @@ class LieRE(BlockRotary):
         else:
             nn.init.zeros_(self.generator_raw_params)
 
-    def cautions(self, *, native_kept: bool) -> list[str]:
-        found = super().cautions(native_kept=native_kept)
-        if self.axes > 1 and self.block_size > 2:
-            found.append(
-                f"Generators of {self.axes} axes do not commute: with position_coords, {self.name} sees where tokens "
-                "are, not only how far apart. Texts are not concerned, nor are block_size=2 and schemes whose "
-                "generators commute."
-            )
-        return found
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
+        found = super().facts(native_kept=native_kept, element=element)
+        if self.axes == 1 or self.block_size <= 2:
+            return found
+        caution = (
+            f"Generators of {self.axes} axes do not commute: with position_coords, {self.name} sees where tokens are, "
+            "not only how far apart. Texts are not concerned, nor are block_size=2 and schemes whose generators "
+            "commute."
+        )
+        return replace(found, cautions=(*found.cautions, caution))
 
     def generators(self) -> Tensor:
         """Return the generators, float64 `[axes, G, m, b, b]`."""

@@ -1,9 +1,11 @@
 import math
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.facts import Facts
 from hf_posenc.operands import Geometry, Projection, Tokens
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
@@ -80,10 +82,11 @@ class LogTemperature(Scheme):
         factor = self.slopes.to(position)[:, None, None] * position.log1p()
         return factor if self.offsets is None else factor + self.offsets.to(position)[:, None, None]
 
-    def starts_exact(self, *, native_kept: bool) -> bool:
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
         longest = self.geometry.max_positions
         near = self.floor is not None and longest is not None and longest < self.floor
-        return native_kept and (near or (self.slope == 0 and self.temperature != "ssmax"))
+        still = self.slope == 0 and self.temperature != "ssmax"
+        return replace(super().facts(native_kept=native_kept, element=element), exact=native_kept and (near or still))
 
     def is_silent(self) -> bool:
         if self.offsets is None or self.slopes is None:

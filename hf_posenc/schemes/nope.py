@@ -1,3 +1,6 @@
+from dataclasses import replace
+
+from hf_posenc.facts import Facts
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
 
@@ -12,12 +15,14 @@ class NoPE(Scheme):
 
     neutral_options = {}
 
-    def cautions(self, *, native_kept: bool) -> list[str]:
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
+        found = super().facts(native_kept=native_kept, element=element)
         if native_kept or self.geometry.causal:
-            return []
-        return [
+            return found
+        caution = (
             "Without any encoding, attention to both sides sees a bag of words: it cannot tell orders of tokens apart."
-        ]
+        )
+        return replace(found, cautions=(caution,))
 
     def is_silent(self) -> bool:
         return True

@@ -1,9 +1,11 @@
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_posenc.facts import Facts
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.pictures import Numbers, Picture
 from hf_posenc.registry import register_scheme
@@ -83,9 +85,10 @@ class PaTH(Scheme):
             w, beta = (block.state[name].to(logits).transpose(1, 2) for name in (_DIRECTIONS, _STRENGTHS))
             return logits + self.geometry.scale * _change(q.to(logits), k.to(logits), w, beta, block.keep)
 
-    def state_bytes(self, element: int) -> tuple[int, int]:
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
         per_token = 4 * self.geometry.kv_heads * (self.geometry.head_dim + 1)
-        return per_token, self.history * (self.kernel - 1) * (4 * self.rank + 8)
+        per_sequence = self.history * (self.kernel - 1) * (4 * self.rank + 8)
+        return replace(super().facts(native_kept=native_kept, element=element), state_bytes=(per_token, per_sequence))
 
     pictures = (
         Picture(

@@ -1,10 +1,11 @@
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from hf_posenc.equivalents import Rotation
-from hf_posenc.facts import Adaptation
+from hf_posenc.facts import Adaptation, Facts
 from hf_posenc.operands import Geometry
 from hf_posenc.ops import Layout
 from hf_posenc.registry import register_scheme
@@ -60,8 +61,10 @@ class RoPE(RotaryScheme):
     def stock_equivalent(self) -> Rotation:
         return self.rotation()
 
-    def starts_exact(self, *, native_kept: bool) -> bool:
-        if native_kept:
-            return self.gate
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
         whole = self.proportion == 1 and self.freeze == "short"
-        return whole and self._native and self.layout == self.geometry.layout and not self.gate
+        own = whole and self._native and self.layout == self.geometry.layout
+        return replace(
+            super().facts(native_kept=native_kept, element=element),
+            exact=self.gate if native_kept else own and not self.gate,
+        )

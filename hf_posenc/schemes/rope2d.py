@@ -1,10 +1,12 @@
 import math
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.equivalents import Rotation
+from hf_posenc.facts import Facts
 from hf_posenc.operands import Geometry, coordinates_of
 from hf_posenc.ops import Layout
 from hf_posenc.registry import register_scheme
@@ -103,8 +105,9 @@ class RoPE2D(PairRotation):
         angles = self._angles(coordinates_of(positions, coords, self.axes, dtype).to(positions.device))
         return angles.cos() * self.length, angles.sin() * self.length
 
-    def starts_exact(self, *, native_kept: bool) -> bool:
-        return self.init == "zero" if native_kept else self._native and self.layout == self.geometry.layout
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
+        exact = self.init == "zero" if native_kept else self._native and self.layout == self.geometry.layout
+        return replace(super().facts(native_kept=native_kept, element=element), exact=exact)
 
     def stock_equivalent(self) -> Rotation:
         # In a text, a token at 1 has 1 on every axis.

@@ -1,9 +1,11 @@
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_posenc.facts import Facts
 from hf_posenc.operands import Geometry, Tokens
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.layers import LowRank, convolved
@@ -88,6 +90,7 @@ class SelectiveRoPE(ContentRotation):
         sums = torch.unflatten(sums, -1, (self.geometry.kv_heads, -1))  # [B, S, G, M]
         return sums.transpose(1, 2), {**recent, _SUMS: sums}
 
-    def state_bytes(self, element: int) -> tuple[int, int]:
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
         of_shifts = (self.kernel - 1) * (4 * self.rank + 8) + 16
-        return 0, self.history * (8 * self.geometry.kv_heads * self.pairs + of_shifts)
+        per_sequence = self.history * (8 * self.geometry.kv_heads * self.pairs + of_shifts)
+        return replace(super().facts(native_kept=native_kept, element=element), state_bytes=(0, per_sequence))

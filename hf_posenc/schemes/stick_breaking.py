@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_posenc.facts import Facts
 from hf_posenc.forms import KeyScan, Locality, Stick
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.ops import fill_hidden_, grouped_matmul
@@ -117,15 +118,11 @@ class StickBreaking(Scheme):
         normed: Tensor = self.norm(rows)  # [B * Q, H * D]
         return normed.view(batch, length, heads, width).transpose(1, 2).to(output)
 
-    def cautions(self, *, native_kept: bool) -> list[str]:
-        found = [
-            "The attention weights are no softmax" + ("" if self.weights_sum_to_one() else " and do not sum to 1") + "."
-        ]
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
+        whole = self.remainder == "self"
+        cautions = ["The attention weights are no softmax" + ("" if whole else " and do not sum to 1") + "."]
         if not self.start_bias:
-            found.append(
+            cautions.append(
                 "Heads start with a reach of few tokens; start_bias=True spreads them up to the trained length."
             )
-        return found
-
-    def weights_sum_to_one(self) -> bool:
-        return self.remainder == "self"
+        return Facts(cautions=tuple(cautions), sums_to_one=whole)

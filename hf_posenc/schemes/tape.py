@@ -1,10 +1,12 @@
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.equivalents import Equivalent
+from hf_posenc.facts import Facts
 from hf_posenc.forms import Folded
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops import grouped_matmul, turn_pairs
@@ -146,12 +148,11 @@ class TaPE(RotaryScheme):
     def is_silent(self) -> bool:
         return False  # later layers change the states still
 
-    def starts_exact(self, *, native_kept: bool) -> bool:
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
         # All layers go on from the angles of the first.
-        return self.gate if native_kept else self._native and not self.gate and self.geometry.uniform
-
-    def state_bytes(self, element: int) -> tuple[int, int]:
-        return self.geometry.heads * self.rotary_dim * element, 0
+        exact = self.gate if native_kept else self._native and not self.gate and self.geometry.uniform
+        state = self.geometry.heads * self.rotary_dim * element
+        return replace(super().facts(native_kept=native_kept, element=element), exact=exact, state_bytes=(state, 0))
 
     def _states(self, tokens: Tokens, like: Tensor) -> Tensor:
         """Return the position states of the fresh tokens, float32 or wider `[B, S, H, R]`."""

@@ -1,11 +1,12 @@
 import math
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from hf_posenc.equivalents import Equivalent
-from hf_posenc.facts import Adaptation
+from hf_posenc.facts import Adaptation, Facts
 from hf_posenc.forms import Folded
 from hf_posenc.operands import Block, Geometry
 from hf_posenc.ops import Layout, grouped_matmul
@@ -87,12 +88,12 @@ class XPos(Annealed, RotaryScheme):
             between = (query // self.block_length)[:, :, None] - (key // self.block_length)[:, None, :]
             return logits.masked_fill((between > 1)[:, None], torch.finfo(logits.dtype).min)
 
-    def starts_exact(self, *, native_kept: bool) -> bool:
-        if self.block_length is not None:
-            return False
-        if native_kept:
-            return self.gate
-        return self._native and self.layout == self.geometry.layout and self.anneal and not self.gate
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
+        own = self._native and self.layout == self.geometry.layout and self.anneal and not self.gate
+        exact = self.gate if native_kept else own
+        return replace(
+            super().facts(native_kept=native_kept, element=element), exact=exact and self.block_length is None
+        )
 
     def is_silent(self) -> bool:
         return super().is_silent() and self.block_length is None

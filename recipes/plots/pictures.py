@@ -194,7 +194,7 @@ def _frequencies(layer: Layer) -> Tensor:
 
 def _draw_table(canvas: FigureBase, part: Part) -> Drawn:
     """Draw what is added to the embeddings, and the likeness of positions by it."""
-    rows = min(part.scheme.end_of_positions() or part.length, _ROWS)
+    rows = min(part.scheme.facts().end or part.length, _ROWS)
     positions, coords = torch.arange(rows, device=part.layers[0].q.device)[None], None
     if part.scheme.axes:
         places = part.layers[0].tokens.positions

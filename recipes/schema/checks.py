@@ -240,7 +240,7 @@ def check_unconverted(recipe: Recipe, config: Any) -> None:
 def check_tables(recipe: Recipe, model: Any, length: int) -> None:
     """Raise `RecipeError` if windows or skipped positions exceed the position table of the model or its scheme."""
     has_scheme = recipe.conversion.scheme is not None
-    known = (module.end_of_positions() for module in model.modules() if isinstance(module, Scheme))
+    known = (module.facts().end for module in model.modules() if isinstance(module, Scheme))
     # Packed documents may all be shorter than the window.
     ends = (end for end in known if end is not None and recipe.data.packing == "windows")
     rows, end = min(ends, default=None), table_end(model)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc import registry
-from hf_posenc.composition import Composite
+from hf_posenc.addons import Composite
 from hf_posenc.errors import OptionError
 from hf_posenc.operands import Block, Geometry, Positions, Tokens
 from hf_posenc.patches import record, surgery

@@ -1,12 +1,13 @@
 """Base classes of the schemes that add a bias to the logits, and the logarithmic distance buckets of T5."""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.equivalents import Equivalent
-from hf_posenc.facts import Adaptation
+from hf_posenc.facts import Adaptation, Facts
 from hf_posenc.forms import Bias, DistanceTable
 from hf_posenc.operands import Block, Geometry, NativeTable, Positions, coordinates_of
 from hf_posenc.ops import placed
@@ -161,10 +162,9 @@ class LearnedTable(DistanceBias):
     def is_zero(self) -> bool:
         return super().is_zero() or not any(bool(x.any()) for x in self.parameters() if x is not self.gate_weight)
 
-    def starts_exact(self, *, native_kept: bool) -> bool:
-        if native_kept:
-            return self.init == "zero" or self.gate
-        return self.init == "native" and not self.gate
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
+        kept, own = self.init == "zero" or self.gate, self.init == "native" and not self.gate
+        return replace(super().facts(native_kept=native_kept, element=element), exact=kept if native_kept else own)
 
 
 class Buckets:

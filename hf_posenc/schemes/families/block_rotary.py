@@ -6,7 +6,7 @@ turned channels. Within a block, plane i is the pair (2i, 2i + 1).
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hf_posenc.derivatives import differentiable, first_order
 from hf_posenc.equivalents import Rotation
 from hf_posenc.errors import ExportError
+from hf_posenc.facts import Facts
 from hf_posenc.operands import Geometry, Projection, Tokens
 from hf_posenc.ops import Layout, placed, rotate_halves, rotate_neighbours, transformed
 from hf_posenc.schemes.families.rotary import Turning
@@ -350,22 +351,22 @@ class BlockRotary(Turning):
         basis[:, : self._width] *= self.length
         return Rotation(frequencies.cpu(), basis.flatten(2).mT.contiguous().cpu())
 
-    def starts_exact(self, *, native_kept: bool) -> bool:
-        return not self._native and self.init != "official" if native_kept else self._native
-
-    def cautions(self, *, native_kept: bool) -> list[str]:
-        found = super().cautions(native_kept=native_kept)
-        if self._native and native_kept:
-            found.append(
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
+        found = super().facts(native_kept=native_kept, element=element)
+        if not native_kept:
+            return replace(found, exact=self._native)
+        cautions = list(found.cautions)
+        if self._native:
+            cautions.append(
                 f"{self.name} holds the model's own rotation already, so that queries and keys turn twice. Pass "
                 "init='zero' with a kept native encoding."
             )
-        elif native_kept and self.geometry.inv_freq is not None:
-            found.append(
+        elif self.geometry.inv_freq is not None:
+            cautions.append(
                 f"With a kept rotation, {self.name} sees more than distances once it is trained: the two do not "
                 "commute."
             )
-        return found
+        return replace(found, exact=not self._native and self.init != "official", cautions=tuple(cautions))
 
 
 class ComRoPE(BlockRotary):

@@ -1,5 +1,6 @@
 """Base classes of the schemes that rotate channel pairs: frequencies, angles and annealing."""
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 
 from hf_posenc.equivalents import Rotation
 from hf_posenc.errors import OptionError
+from hf_posenc.facts import Facts
 from hf_posenc.operands import Geometry, Projection, Tokens
 from hf_posenc.ops import Layout, placed, turn_pairs
 from hf_posenc.scheme import Scheme
@@ -48,15 +50,17 @@ class Turning(Scheme):
         """The model's own factor on rotated queries and keys (YaRN, longrope)."""
         return self.geometry.rotary_scaling if self._native else 1.0
 
-    def cautions(self, *, native_kept: bool) -> list[str]:
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
+        found = super().facts(native_kept=native_kept, element=element)
         limit = self.geometry.rotary_limit
         if limit is None or not self._native:
-            return []
+            return found
         used, equal = ("up to there", "up to") if self.freeze == "short" else ("beyond", "beyond")
-        return [
+        caution = (
             f"The model changes its rotary frequencies beyond {limit} tokens; {self.name} keeps those used {used}, so "
             f"that keys in a cache stay right. The two are equal {equal} {limit} tokens only."
-        ]
+        )
+        return replace(found, cautions=(caution,))
 
 
 class PairRotation(Turning):
@@ -116,8 +120,9 @@ class ContentRotation(Turning):
         of_q = turn_pairs(q, cos[:, :, last], sin[:, :, last], self.layout)
         return Projection(of_q, turn_pairs(k, cos, sin, self.layout), v, recent=recent)
 
-    def starts_exact(self, *, native_kept: bool) -> bool:
-        return self.init == "zero" if native_kept else self._native or (self._still and self.init == "native")
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
+        exact = self.init == "zero" if native_kept else self._native or (self._still and self.init == "native")
+        return replace(super().facts(native_kept=native_kept, element=element), exact=exact)
 
 
 class RotaryScheme(PairRotation):

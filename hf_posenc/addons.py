@@ -4,16 +4,15 @@ An add-on is a scheme that changes queries, the softmax or the output of attenti
 """
 
 import functools
-import inspect
-import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
 from hf_posenc.equivalents import Equivalent
 from hf_posenc.errors import OptionError
+from hf_posenc.facts import Facts
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.scheme import Result, Scheme, option_names
 
@@ -35,14 +34,14 @@ class Composite(Scheme):
     Its options are those of all parts, but `shared`: every layer has a module of its own.
     """
 
-    # The classes of the parts: the scheme, then its add-ons.
-    kinds: ClassVar[tuple[type[Scheme], ...]]
-
-    def __init__(self, geometry: Geometry, **options: Any) -> None:
+    def __init__(
+        self, geometry: Geometry, name: str, kinds: Sequence[type[Scheme]], options: Mapping[str, Any]
+    ) -> None:
         super().__init__(geometry)
+        self.name = name
         parts = []
-        for kind in self.kinds:
-            own = {name: options[name] for name in option_names(kind) if name in options}
+        for kind in kinds:
+            own = {option: options[option] for option in option_names(kind) if option in options}
             if "shared" in option_names(kind):
                 own["shared"] = False
             parts.append(kind(geometry, **own))
@@ -53,6 +52,8 @@ class Composite(Scheme):
                 "Use them alone (native='keep'), or with another scheme."
             )
         self.reads_keys, self.axes, self.history = self.base.reads_keys, self.base.axes, self.base.history
+        self.directions = tuple(way for way in self.base.directions if all(way in kind.directions for kind in kinds))
+        self.neutral_options, self.adaptation = self.base.neutral_options, self.base.adaptation
 
     def schemes(self) -> list[Scheme]:
         """Return all parts, the base first."""
@@ -97,31 +98,28 @@ class Composite(Scheme):
 
     # -- what it says of itself ------------------------------------------------------------------------------------
 
-    cautions, state_bytes, end_of_positions = map(_of_base, ("cautions", "state_bytes", "end_of_positions"))
-    # Structures of a sum over keys by the softmax.
+    # Forms of a sum over keys by the softmax.
     added, folded = _of_base("added", softmax=True), _of_base("folded", softmax=True)
     locality, key_scan = _of_base("locality", softmax=True), _of_base("key_scan", softmax=True)
 
     def overrides(self, seam: str) -> bool:
         return any(part.overrides(seam) for part in self.schemes())
 
-    def starts_exact(self, *, native_kept: bool) -> bool:
-        return self._is_neutral() and self.base.starts_exact(native_kept=native_kept)
-
-    def start_tolerance(self, *, native_kept: bool) -> float | None:
-        return self.base.start_tolerance(native_kept=native_kept) if self._is_neutral() else None
-
-    def _is_neutral(self) -> bool:
-        """Whether no add-on does anything at the start."""
-        return all(part.starts_exact(native_kept=True) for part in self.added_on)
+    def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
+        found = self.base.facts(native_kept=native_kept, element=element)
+        others = [part.facts(native_kept=True) for part in self.added_on]
+        neutral = all(other.exact for other in others)
+        return replace(
+            found,
+            exact=found.exact and neutral,
+            tolerance=found.tolerance if neutral else None,
+            sums_to_one=found.sums_to_one and all(other.sums_to_one for other in others),
+        )
 
     def stock_equivalent(self) -> Equivalent:
         for part in self.added_on:
             part.stock_equivalent()  # Nothing, or an error
         return self.base.stock_equivalent()
-
-    def weights_sum_to_one(self) -> bool:
-        return all(part.weights_sum_to_one() for part in self.schemes())
 
     def options(self) -> dict[str, Any]:
         found = {name: value for part in self.schemes() for name, value in part.options().items()}
@@ -135,47 +133,25 @@ class Composite(Scheme):
             inside = functools.partial(part, inside)
         return inside()
 
+    def _get_name(self) -> str:
+        return self.name
 
-@functools.cache
-def compose(name: str, kinds: tuple[type[Scheme], ...]) -> type[Composite]:
-    """Return the class of a scheme with add-ons, given those of its parts, the scheme first.
+
+def options_of(name: str, kinds: Sequence[type[Scheme]]) -> dict[str, type[Scheme]]:
+    """Return the part that takes each option of a scheme with add-ons, given the classes of its parts.
 
     Raises:
         OptionError: Two parts have an option of one name, or both replace the softmax.
     """
-    parameters: dict[str, inspect.Parameter] = {}
-    hints: dict[str, Any] = {}
+    found: dict[str, type[Scheme]] = {}
     for kind in kinds:
-        names = [option for option in option_names(kind) if option != "shared"]
-        twice = next((option for option in names if option in parameters), None)
-        if twice is not None:
-            raise OptionError(f"{name}: two of its parts have an option {twice!r}. Use the add-on with another scheme.")
-        given, types = inspect.signature(kind.__init__).parameters, typing.get_type_hints(kind.__init__)
-        parameters |= {option: given[option] for option in names}
-        hints |= {option: types[option] for option in names}
+        for option in option_names(kind):
+            if option in found:
+                raise OptionError(
+                    f"{name}: two of its parts have an option {option!r}. Use the add-on with another scheme."
+                )
+            if option != "shared":
+                found[option] = kind
     if sum(kind.weigh is not Scheme.weigh for kind in kinds) > 1:
         raise OptionError(f"{name}: two of its parts replace the softmax. Use the add-on with another scheme.")
-
-    def __init__(self: Composite, geometry: Geometry, **options: Any) -> None:
-        Composite.__init__(self, geometry, **options)
-
-    first = [inspect.Parameter(each, inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in ("self", "geometry")]
-    __init__.__signature__ = inspect.Signature([*first, *parameters.values()])  # type: ignore[attr-defined]
-    __init__.__annotations__ = hints
-    base, *others = ((inspect.getdoc(kind) or "").partition("\n")[0] for kind in kinds)
-    advice = kinds[0].adaptation
-    members: dict[str, Any] = {
-        "__init__": __init__,
-        "__doc__": "\n\n".join((base, *(f"And: {other}" for other in others))),
-        # Where pickle looks a class up.
-        "__module__": "hf_posenc.registry",
-        "kinds": kinds,
-        "name": name,
-        "directions": tuple(way for way in kinds[0].directions if all(way in kind.directions for kind in kinds)),
-        "reproduces": kinds[0].reproduces,
-        "neutral_options": kinds[0].neutral_options,
-        "adaptation": replace(advice, options={key: x for key, x in advice.options.items() if key != "shared"}),
-    }
-    if kinds[0].start_tolerance is Scheme.start_tolerance:
-        members["start_tolerance"] = Scheme.start_tolerance
-    return type(name, (Composite,), members)
+    return found
