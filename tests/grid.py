@@ -47,7 +47,7 @@ THINNED = {
 }  # fmt: skip
 
 _SEAMS = (
-    "embed", "project", "recall", "score", "weigh", "mix", "carry", "finish", "feed", "make_common", "state_bytes",
+    "embed", "project", "recall", "score", "weigh", "mix", "carry", "finish", "feed", "make_common", "history",
 )  # fmt: skip
 
 

@@ -504,7 +504,7 @@ def test_some_rows_are_those_rows_of_all(name: str, direction: str, options: dic
     scheme, at = make(name, direction, options).double(), SCENARIOS[scenario]
     inputs = random_inputs(scheme, at, torch.float64)
     length = inputs.shape[1]
-    stateless = name not in READS_ALL_HIDDEN and not scheme.state_bytes(8)[0] and at.mask is None
+    stateless = name not in READS_ALL_HIDDEN and not scheme.facts(element=8).state_bytes[0] and at.mask is None
     with torch.no_grad():
         got, hidden = layer(scheme, inputs, at, "dense", queries=length), scheme.embed(inputs, at.positions)
         for executor in executors(scheme):

@@ -114,8 +114,8 @@ def test_the_start_on_a_rotary_model_is_its_rotation(name: str, kind: str, dtype
     values = golden("rotary_funcpres")
     for size in (2, 8, 16):
         scheme = pretrained(name, kind, block_size=size)
-        assert scheme.starts_exact(native_kept=False)
-        assert not scheme.starts_exact(native_kept=True)
+        assert scheme.facts(native_kept=False).exact
+        assert not scheme.facts(native_kept=True).exact
         for place, positions in STARTS.items():
             projected = project(scheme, values["q"].to(dtype), values["k"].to(dtype), positions)
             # As the json says in words; where it is silent (float32, long), no worse than elsewhere.
@@ -141,12 +141,14 @@ def test_the_base_is_the_generator_of_the_models_rotation(kind: str) -> None:
 @every_scheme
 def test_turning_twice_is_warned_of(name: str) -> None:
     own = {"inv_freq": torch.rand(8), "rotary_limit": 50}
-    twice, kept = (build(name, geometry(**own), init=init).cautions(native_kept=True) for init in ("native", "zero"))
+    twice, kept = (
+        build(name, geometry(**own), init=init).facts(native_kept=True).cautions for init in ("native", "zero")
+    )
     assert "beyond 50 tokens" in twice[0]
     assert "turn twice" in twice[1]
     assert len(kept) == 1
     assert "do not commute" in kept[0]
-    assert not build(name, geometry(inv_freq=torch.rand(8))).cautions(native_kept=False)
+    assert not build(name, geometry(inv_freq=torch.rand(8))).facts(native_kept=False).cautions
 
 
 @both_dtypes
@@ -346,14 +348,14 @@ def shift_error(scheme: Scheme, shift: Tensor) -> float:
 def test_only_differences_of_coordinates_count(name: str, size: int, axes: int) -> None:
     scheme = build(name, geometry(head_dim=24), axes=axes, block_size=size, init="official", unit=1.0)
     assert shift_error(scheme, torch.tensor([0.25, 0.1, -0.4][:axes]).double()) < 1e-13
-    assert not any("shift" in text for text in scheme.cautions(native_kept=False))
+    assert not any("shift" in text for text in scheme.facts(native_kept=False).cautions)
 
 
 @pytest.mark.parametrize(("size", "low", "high"), [(4, 0.1, 0.4), (8, 0.2, 0.5), (64, 0.5, 1.1)])
 def test_two_axes_of_liere_see_more_than_differences(size: int, low: float, high: float) -> None:
     scheme = build("liere", geometry(head_dim=64), axes=2, block_size=size, init="official", unit=1.0)
     assert low < shift_error(scheme, torch.tensor([0.25, 0.1]).double()) < high
-    assert any("do not commute" in text for text in scheme.cautions(native_kept=False))
+    assert any("do not commute" in text for text in scheme.facts(native_kept=False).cautions)
     started = build("liere", geometry(head_dim=64, inv_freq=torch.rand(32)), axes=2, block_size=size)
     assert shift_error(started, torch.tensor([0.25, 0.1]).double()) < 1e-13
 
@@ -372,7 +374,7 @@ def test_official_starts_have_the_official_spread(size: int) -> None:
     for name in ("comrope_ap", "comrope_ld"):
         scheme = build(name, shape, block_size=size, axes=2, init="official")
         assert float(scheme.freqs.detach().std()) == pytest.approx(1, rel=0.1)
-        assert not scheme.starts_exact(native_kept=True)
+        assert not scheme.facts(native_kept=True).exact
 
 
 @every_scheme

@@ -140,7 +140,7 @@ def test_far_distances_enter_the_network_in_float32() -> None:
 
 def test_a_bag_of_words_is_warned_of() -> None:
     encoder = build("cape", geometry("bidirectional"), base="nope")
-    assert "bag of words" in encoder.cautions(native_kept=False)[0]
-    assert encoder.cautions(native_kept=True) == []
-    assert build("cape", geometry(), base="nope").cautions(native_kept=False) == []
-    assert build("cape", geometry("bidirectional")).cautions(native_kept=False) == []
+    assert "bag of words" in encoder.facts(native_kept=False).cautions[0]
+    assert encoder.facts(native_kept=True).cautions == ()
+    assert build("cape", geometry(), base="nope").facts(native_kept=False).cautions == ()
+    assert build("cape", geometry("bidirectional")).facts(native_kept=False).cautions == ()

@@ -269,7 +269,7 @@ def test_transformer_xl_far_positions_in_float32() -> None:
     ids=str,
 )
 def test_other_starts_are_not_exact(name: str, options: dict[str, Any]) -> None:
-    assert not build(name, geometry(), **options).starts_exact(native_kept=True)
+    assert not build(name, geometry(), **options).facts(native_kept=True).exact
 
 
 @pytest.mark.parametrize("p2c", [True, False])
@@ -286,7 +286,7 @@ def test_an_exact_start_beside_biased_projections(p2c: bool) -> None:
         return ones, ones
 
     moved = attend(scheme, q, k, v, host=host, **at) - attend(build("nope", geometry("bidir")), q, k, v, **at)
-    assert (moved.abs().max() < 1e-12) == scheme.starts_exact(native_kept=True) == (not p2c)
+    assert (moved.abs().max() < 1e-12) == scheme.facts(native_kept=True).exact == (not p2c)
 
 
 # -- in models ---------------------------------------------------------------------------------------------------------

@@ -73,6 +73,6 @@ def test_the_start_is_a_rotation_by_positions(name: str) -> None:
     for each in ("rope", name):
         scheme = make(each, "causal", {}, **own)
         scheme.reset_parameters()
-        assert scheme.starts_exact(native_kept=False)
+        assert scheme.facts(native_kept=False).exact
         start.append(run(scheme, given, places))
     torch.testing.assert_close(*start, rtol=0, atol=1e-7)

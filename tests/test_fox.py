@@ -400,16 +400,16 @@ def test_a_horizon(gate: str, causal: bool) -> None:
         assert scheme.options()["horizon"] == horizon
         got = log_gates_of(scheme)
         torch.testing.assert_close(got, torch.full_like(got, -1 / horizon), rtol=1e-5, atol=0)
-        assert scheme.start_tolerance(native_kept=True) == (shape.max_positions or 2048) / horizon
-        assert scheme.start_tolerance(native_kept=False) is None
-        assert not scheme.starts_exact(native_kept=True)
+        assert scheme.facts(native_kept=True).start == (shape.max_positions or 2048) / horizon
+        assert scheme.facts(native_kept=False).start is None
+        assert not scheme.facts(native_kept=True).exact
 
 
 def test_the_official_start() -> None:
     scheme = build("fox", geometry(hidden_size=4096), init="official")
     assert scheme.fgate_proj.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert not scheme.fgate_proj.bias.any()
-    assert scheme.start_tolerance(native_kept=True) is None
+    assert scheme.facts(native_kept=True).start is None
     for gate in ("full", "bias_only", "fixed"):
         options = build("fox", geometry(max_positions=8192), forget_gate=gate).options()
         assert (options["init"], options["decay_time_min"], options["decay_time_max"]) == ("timescale", 64.0, 8192.0)
@@ -429,13 +429,13 @@ def test_parts_that_are_off_have_no_parameters_and_keep_nothing() -> None:
         got = {name: tuple(value.shape) for name, value in scheme.named_parameters() if "fgate" not in name}
         assert got == parameters
         assert scheme.history == (64 if part in ("k_shift", "v_shift") else 0)
-        assert scheme.start_tolerance(native_kept=True) is None
-        assert "must be trained" in scheme.cautions(native_kept=True)[0]
+        assert scheme.facts(native_kept=True).start is None
+        assert "must be trained" in scheme.facts(native_kept=True).cautions[0]
     shared = build("fox_pro", geometry(), share_qk_norm=True)
     assert shared.q_norm.weight.shape == shared.k_norm.weight.shape == (HEAD_DIM,)
     nothing = build("fox_pro", geometry(), **PLAIN, init="horizon")
-    assert nothing.start_tolerance(native_kept=True) == pytest.approx(0.1)
-    assert nothing.cautions(native_kept=True) == []
+    assert nothing.facts(native_kept=True).start == pytest.approx(0.1)
+    assert nothing.facts(native_kept=True).cautions == ()
 
 
 def test_the_start_of_fox_pro() -> None:

@@ -260,7 +260,7 @@ def test_both_t5_schemes_start_as_the_models_own_table(name: str, reach: dict | 
     values = golden("t5_rpe")
     native = NativeTable("t5", values[f"weight_{direction}"].float(), 128)
     scheme = build(name, geometry(6, direction, native=native))
-    assert scheme.starts_exact(native_kept=False)
+    assert scheme.facts(native_kept=False).exact
     if reach is not None:
         assert scheme.options()["max_distance"] == reach[direction]
     long = values["positions_long"]
@@ -435,7 +435,7 @@ def test_proportional_rope_by_an_option() -> None:
     own = build("rope", geometry(1, head_dim=64, inv_freq=values["default.inv_freq"]), proportion=0.25)
     assert torch.equal(own.frequencies(torch.zeros(1))[:8], values["default.inv_freq"][:8])
     assert not own.frequencies(torch.zeros(1))[8:].any()
-    assert not own.starts_exact(native_kept=False)
+    assert not own.facts(native_kept=False).exact
 
 
 @pytest.mark.parametrize(

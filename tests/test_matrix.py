@@ -402,7 +402,7 @@ def test_attentions_of_all_layers_and_their_gradients(case: tuple[str, str, dict
         assert len(layers) == model.config.num_hidden_layers
     for weights in seen:
         assert weights.shape == (2, model.config.num_attention_heads, 13, 13)
-        if all(scheme.weights_sum_to_one() for scheme in model.modules() if isinstance(scheme, hf_posenc.Scheme)):
+        if all(scheme.facts().sums_to_one for scheme in model.modules() if isinstance(scheme, hf_posenc.Scheme)):
             torch.testing.assert_close(weights.sum(-1), torch.ones(2, weights.shape[1], 13))
     for weights in seen + list(out.get("cross_attentions") or ()):
         assert weights.grad is not None

@@ -210,7 +210,7 @@ NUMERIC = [(name, option, kind) for name, option, hint in HINTS for kind in (int
 def use(scheme: Scheme) -> list[torch.Tensor]:
     """Return all that comes out of a forward and a backward pass."""
     generator = torch.Generator().manual_seed(0)
-    places = torch.tensor([[0, 1, 2, 30, 63]]).clamp_max((scheme.end_of_positions() or 64) - 1)
+    places = torch.tensor([[0, 1, 2, 30, 63]]).clamp_max((scheme.facts().end or 64) - 1)
     inputs, q, k, v = (
         torch.randn(1, *shape, generator=generator, dtype=torch.float32).requires_grad_()
         for shape in ((5, HIDDEN), (HEADS, 5, HEAD_DIM), (KV_HEADS, 5, HEAD_DIM), (KV_HEADS, 5, HEAD_DIM))
@@ -308,9 +308,9 @@ NEUTRAL = [
 def test_neutral_options_are_a_no_op_that_learns(name: str, direction: str) -> None:
     shape = geometry(causal=direction == "causal")
     scheme = build(name, shape, **schemes()[name].cls.neutral_options)
-    tolerance = scheme.start_tolerance(native_kept=True)
+    tolerance = scheme.facts(native_kept=True).start
     assert tolerance is not None
-    assert scheme.starts_exact(native_kept=True) == (tolerance == 0)
+    assert scheme.facts(native_kept=True).exact == (tolerance == 0)
     places = torch.tensor([[0, 1, 2, 9, 40]])
     inputs = torch.randn(1, 5, HIDDEN)
     hidden = scheme.embed(inputs, places)

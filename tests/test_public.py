@@ -117,7 +117,7 @@ ROOMS = [
     ("hf_posenc.errors",),
     ("hf_posenc.operands", "hf_posenc.ops", "hf_posenc.derivatives", "hf_posenc.facts", "hf_posenc.pictures"),
     ("hf_posenc.forms", "hf_posenc.equivalents"),
-    ("hf_posenc.scheme", "hf_posenc.composition", "hf_posenc.blend", "hf_posenc.coordinates"),
+    ("hf_posenc.scheme", "hf_posenc.addons", "hf_posenc.blend", "hf_posenc.coordinates"),
     ("hf_posenc.registry", "hf_posenc.attention", "hf_posenc.schemes.families"),
     ("hf_posenc.schemes",),
     ("hf_posenc.patches",),

@@ -214,8 +214,8 @@ def test_fope_annealing_ends_at_the_whole_scheme_and_is_saved() -> None:
 def test_fope_pairs_without_frequency_pass() -> None:
     scheme = fope(sigma=0.3, clip=True, max_length=100)
     for options in ({"sigma": 0.3}, {"clip": True, "max_length": 100}, {"init": "zero"}):
-        assert not fope(**options).starts_exact(native_kept=False)
-    assert fope(clip=True, max_length=10**6).starts_exact(native_kept=False)
+        assert not fope(**options).facts(native_kept=False).exact
+    assert fope(clip=True, max_length=10**6).facts(native_kept=False).exact
     kept = int((2 * math.pi / 100 <= FREQUENCIES).sum())
     assert scheme.sin_coef.shape == (2, kept, kept)
     q, k = random_qk(kv_heads=2)
@@ -247,7 +247,7 @@ def test_fope_mixes_all_frequencies_into_every_pair() -> None:
 def test_fope_zero_start_has_a_constant_term_that_can_be_unlearned() -> None:
     scheme = fope(init="zero")
     changing = build("fope", geometry(inv_freq=FREQUENCIES, rotary_limit=50), init="zero")
-    assert "beyond 50 tokens" in "".join(changing.cautions(native_kept=True))
+    assert "beyond 50 tokens" in "".join(changing.facts(native_kept=True).cautions)
     q, k = random_qk(kv_heads=2)
     assert torch.equal(rotated(scheme, q, k, torch.arange(9))[0], q)
     with torch.no_grad():
@@ -371,7 +371,7 @@ def test_xpos_fades_as_far_as_it_is_annealed() -> None:
         random_qk(),
     )
     positions = torch.arange(9) * 4
-    assert build("xpos", geometry(inv_freq=own), anneal=True).starts_exact(native_kept=False)
+    assert build("xpos", geometry(inv_freq=own), anneal=True).facts(native_kept=False).exact
     for progress in (0.0, 0.3, 1.0):
         scheme.anneal_to(progress)
         want = xpos_logits(q, k, positions, 20.0, progress).softmax(-1)
@@ -388,7 +388,7 @@ def test_xpos_by_blocks_sees_two_of_them(executor: str) -> None:
     seen[7:, :7] = False
     got = weights_of(build("xpos", geometry(), block_length=2), q, k, positions, executor)
     torch.testing.assert_close(got, want.masked_fill(~seen, float("-inf")).softmax(-1), rtol=0, atol=1e-9)
-    assert not build("xpos", geometry(), block_length=2, gate=True).starts_exact(native_kept=True)
+    assert not build("xpos", geometry(), block_length=2, gate=True).facts(native_kept=True).exact
 
 
 def test_xpos_leaves_nothing_ahead_of_a_query() -> None:

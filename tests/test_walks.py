@@ -368,7 +368,7 @@ def test_cope_declares_what_it_reads_and_keeps() -> None:
         ({"separate_keys": True}, False, 2 * 8 * 2),
     ):
         scheme = build("cope", Geometry(**shape), **options)
-        assert (scheme.reads_keys, scheme.state_bytes(2)) == (reads, (state, 0))
+        assert (scheme.reads_keys, scheme.facts(element=2).state_bytes) == (reads, (state, 0))
     assert not scheme.pos_emb.any()
     assert scheme.pos_emb_right is None
     for parameter in scheme.gate_proj.parameters():
@@ -381,9 +381,9 @@ def test_a_stick_declares_what_it_is() -> None:
         scheme = random_scheme("stick_breaking", options)
         at = {"query_positions": places, "key_positions": places, "need_weights": True}
         _, weights = attend(scheme, *random_operands(9)[:3], **at)
-        assert scheme.weights_sum_to_one() == torch.allclose(weights.sum(-1), torch.ones(2, 4, 9).double())
-        assert not any(scheme.starts_exact(native_kept=kept) for kept in (False, True))
-        text = " ".join(scheme.cautions(native_kept=False))
+        assert scheme.facts().sums_to_one == torch.allclose(weights.sum(-1), torch.ones(2, 4, 9).double())
+        assert not any(scheme.facts(native_kept=kept).exact for kept in (False, True))
+        text = " ".join(scheme.facts(native_kept=False).cautions)
         assert "no softmax" in text
         assert ("do not sum to 1" in text) == (options.get("remainder") != "self")
         assert ("start_bias=True" in text) == ("start_bias" not in options)
