@@ -42,6 +42,7 @@ class Architecture(ABC):
         native: The family's own encoding, in words.
         native_per_layer: Whether that encoding can be removed from some layers only.
         native_fades: Whether it can be at part of its strength, see `set_strength`.
+        native_shares: Whether a part of its rotary pairs can stay, see `share`.
     """
 
     name: ClassVar[str]
@@ -52,6 +53,7 @@ class Architecture(ABC):
     native: ClassVar[str]
     native_per_layer: ClassVar[bool] = True
     native_fades: ClassVar[bool] = False
+    native_shares: ClassVar[bool] = False
 
     @abstractmethod
     def stacks(self, model: nn.Module) -> dict[str, nn.Module]:

@@ -18,6 +18,7 @@ from hf_posenc.operands import Positions, Projection, Tokens
 from hf_posenc.patches import cache as token_cache
 from hf_posenc.patches.cache import POSITIONS
 from hf_posenc.patches.context import Context, Mixin
+from hf_posenc.patches.share import Share
 from hf_posenc.patches.surgery import OWN
 from hf_posenc.scheme import Scheme
 
@@ -61,6 +62,8 @@ class PosencAttention(Mixin):
 
     posenc_group: int
     posenc_keeps_native: bool
+    # The share of the model's own rotation that stays; `None` if all of it does.
+    posenc_share: Share | None = None
     # Names of the arguments of the stock forward behind the first.
     posenc_arguments: ClassVar[tuple[str, ...]]
 

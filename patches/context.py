@@ -84,6 +84,7 @@ class Context:
         native_score: Adds the model's own additive encoding to a block of logits, if it has one.
         native_rotation: Cosines and sines of the model's own rotation at part of its strength, by type of layer (the
             empty string where there is one rotation); empty at full strength.
+        cut_rotations: Cosines and sines of the rotations of which a share stays, by share, type of layer and device.
         passes_native_bias: Whether the first layer must compute that encoding for unpatched layers after it.
         carried: State that the layers of each group hand on, by group; filled between layers, never inside one.
         ruled: Whether padding and the order of tokens say all about which keys a causal layer sees, windows aside.
@@ -100,6 +101,7 @@ class Context:
     native_strength: float = 1.0
     native_parameters: tuple[Tensor, ...] = ()
     native_rotation: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    cut_rotations: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
     passes_native_bias: bool = False
     real: Tensor | None = None
     carried: dict[int, Tensor | None] = field(default_factory=dict)

@@ -94,7 +94,7 @@ class RotaryBody(PosencBody):
                 whole = getattr(self.rotary_emb, f"{kind}_attention_scaling" if kind else "attention_scaling")
                 length = (1 + native * (whole - 1)) / whole
                 found[kind] = (cos * length, sin * length)
-            context = replace(context, native_rotation=found)
+            context = replace(context, native_rotation=found, native_strength=native)
         return super().hand_down(call, context)
 
 
@@ -273,7 +273,8 @@ class Family(Architecture):
 
     def attributes(self, body: nn.Module, layer: int) -> Mapping[str, Any]:
         facts = self.facts(body, layer)
-        return {"posenc_kind": facts.kind, "posenc_rotates": facts.rotates, "posenc_window": facts.window}
+        found = {"kind": facts.kind, "rotates": facts.rotates, "step": facts.step, "window": facts.window}
+        return {f"posenc_{name}": value for name, value in found.items()}
 
     def geometry(self, body: nn.Module, layer: int) -> Geometry:
         facts, config = self.facts(body, layer), cast(Any, body).config
@@ -301,6 +302,7 @@ class RotaryFamily(Family):
 
     native = "rotary encoding (RoPE)"
     native_fades = True
+    native_shares = True
     acting = RotaryBody
 
     def check_native(self, body: Any) -> None:

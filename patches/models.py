@@ -33,6 +33,7 @@ from hf_posenc.patches.attention import check_backend
 from hf_posenc.patches.body import REAL, tokens_in, with_signature_of
 from hf_posenc.patches.cache import cache_of
 from hf_posenc.patches.context import Mixin, check_length, real_tokens, resolve_positions, sequences, stated_samples
+from hf_posenc.patches.record import Native
 from hf_posenc.patches.surgery import Sites
 from hf_posenc.scheme import Scheme
 
@@ -413,8 +414,10 @@ def starts(model: Any) -> list[str]:
     return found
 
 
-def describe_start(schemes: list[Scheme], native: str) -> tuple[str, float | None]:
+def describe_start(schemes: list[Scheme], native: Native) -> tuple[str, float | None]:
     """Return the start and its tolerance, as `Plan` has them."""
+    if not isinstance(native, str):
+        return "break", None  # A stopped pair is a change that nothing undoes.
     kept = native == "keep"
     bounds = [None if scheme.hides_keys() else scheme.facts(native_kept=kept).start for scheme in schemes]
     known = [bound for bound in bounds if bound is not None]

@@ -10,9 +10,9 @@ import functools
 import logging
 import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, ParamSpec, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -30,10 +30,12 @@ from hf_posenc.errors import (
     shown,
 )
 from hf_posenc.patches import composites, identity, record, surgery
+from hf_posenc.operands import Geometry
+from hf_posenc.patches import belonging, composites, record, share, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.attention import check_backend
 from hf_posenc.patches.context import DISABLED, Switch
-from hf_posenc.patches.record import FULL, Group, Native, Part, Strengths
+from hf_posenc.patches.record import FULL, Group, Part, Strengths
 from hf_posenc.patches.rotary import check_scheme
 from hf_posenc.patches.surgery import Sites, Stack
 from hf_posenc.scheme import Scheme
@@ -44,6 +46,8 @@ Model = TypeVar("Model", bound=nn.Module)
 
 # A selection of layers: indices, a slice, "0,2,5", "0:8", "every:N" (the last of each N), or a predicate on the index.
 Layers = Sequence[int] | slice | str | Callable[[int], bool] | None
+# What stays of the model's own encoding, see `patch`.
+Kept = Literal["remove", "keep", "fast"] | float | Mapping[str, float]
 # A selection of stacks, by name.
 Stacks = str | Sequence[str] | None
 
@@ -73,7 +77,7 @@ def patch(
     model: Model,
     scheme: str,
     *,
-    native: Literal["remove", "keep"] = "remove",
+    native: Kept = "remove",
     layers: Layers = None,
     stacks: Stacks = None,
     **options: Any,
@@ -89,8 +93,11 @@ def patch(
     Args:
         model: A model of transformers of a known architecture, with any head, not wrapped by anything.
         scheme: Name of a scheme, see `hf_posenc.schemes()`.
-        native: `"remove"` the model's own encoding, or `"keep"` it under the new scheme; in the latter case options
-            that make the start exact are chosen unless given (`describe` names them).
+        native: `"remove"` the model's own encoding, or `"keep"` it under the new scheme. Of a rotation a share can
+            stay: with 0.375 the fastest 37.5 % of its pairs go on turning and the others stop, `"fast"` keeps the
+            pairs that turn at least 16 times within the trained length, and a mapping has a share for each type of
+            layer, where each has a rotation of its own. If anything stays, options that make the start exact under
+            the whole encoding are chosen unless given (`describe` names them).
         layers: Layers of each stack: indices (negative from the end; also `"0,2,5"`), a slice (also `"0:8"`),
             `"every:N"` for layers N-1, 2N-1, ..., or a predicate on the index. `None` is all.
         stacks: `"encoder"`, `"decoder"` or both, for models with two stacks. `None` is all.
@@ -298,6 +305,12 @@ class Preparation:
     warnings: list[str]
 
     @property
+    def native(self) -> str:
+        """What stays of the model's own encoding, in words."""
+        chosen = {name: part.layers for name, part in self.group.stacks.items()}
+        return share.described(self.group.native, _rotations(self.sites, chosen))
+
+    @property
     def schemes(self) -> list[Scheme]:
         """The new schemes, each once."""
         found = {id(scheme): scheme for part in self.built.values() for scheme in part.values()}
@@ -305,7 +318,7 @@ class Preparation:
 
 
 def prepare(
-    model: nn.Module, scheme: str, *, native: str, layers: Layers, stacks: Stacks, options: dict[str, Any]
+    model: nn.Module, scheme: str, *, native: Any, layers: Layers, stacks: Stacks, options: dict[str, Any]
 ) -> Preparation:
     """Check everything about a patch and build its schemes, without touching the model."""
     refuse_wrapped(model)
@@ -316,14 +329,15 @@ def prepare(
     surgery.check_record(sites)
     check_scheme(scheme)
     info = registry.get(scheme)
-    if native not in ("remove", "keep"):
-        raise OptionError(f"native={shown(native)}: expected 'remove' (the model's own encoding goes) or 'keep'.")
     check_backend(getattr(model.config, "_attn_implementation", None))
     wanted = _choose_stacks(sites, stacks)
     chosen = {name: choose_layers(layers, len(stack.attentions)) for name, stack in wanted.items()}
     _check_layers(architecture, wanted, chosen)
     for stack in wanted.values():
         architecture.check_native(stack.body)
+    resolved = share.resolve(
+        native, _rotations(sites, chosen), what=architecture.native, shares=architecture.native_shares
+    )
     is_causal = any(architecture.geometry(stack.body, 0).causal for stack in wanted.values())
     if is_causal and getattr(model.config, "is_causal", True) is False:
         raise DirectionError(
@@ -331,7 +345,7 @@ def prepare(
             "model whose tokens see earlier ones."
         )
     kept = _kept(record.from_config(model.config), chosen)
-    if any(group.native != native for group in kept) and not architecture.native_per_layer:
+    if any(group.native != resolved for group in kept) and not architecture.native_per_layer:
         raise LayerSelectionError(
             f"The {architecture.native} of {architecture.name} enters before the first layer, so it is there for all "
             f"layers or for none: earlier layers were patched with native={kept[0].native!r}, got native={native!r}. "
@@ -345,22 +359,33 @@ def prepare(
         )
     neutral = info.cls.neutral_options or {}
     # The caller already decided on the start if an option is given that a neutral start would set.
-    if native == "keep" and neutral.keys().isdisjoint(options):
+    if resolved != "remove" and neutral.keys().isdisjoint(options):
         options = {**neutral, **options}
     taken = {group.id for group in kept}
     number = next(number for number in range(len(taken) + 1) if number not in taken)
-    group = Group(number, scheme, cast("Native", native), {n: Part(part, options) for n, part in chosen.items()})
+    group = Group(number, scheme, resolved, {n: Part(part, options) for n, part in chosen.items()})
     built = surgery.build_group(sites, group, info)
     resolved = {name: Part(chosen[name], next(iter(part.values())).options()) for name, part in built.items()}
     group = replace(group, stacks=resolved)
     return Preparation(sites, group, built, kept, _warnings(sites, group, kept, built))
 
 
+def _rotations(sites: Sites, chosen: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Geometry]]:
+    """Yield the type of each chosen layer, where each type has a rotation of its own, and its geometry."""
+    architecture = sites.architecture
+    with architecture.reading():
+        for name, layers in chosen.items():
+            body = sites.stacks[name].body
+            for layer in layers:
+                kind = architecture.attributes(body, layer).get("posenc_kind", "")
+                yield kind, architecture.geometry(body, layer)
+
+
 def _warnings(sites: Sites, group: Group, kept: list[Group], built: dict[str, dict[int, Scheme]]) -> list[str]:
     architecture, found = sites.architecture, []
     for name, part in group.stacks.items():
         scheme = next(iter(built[name].values()))
-        found += [f"{name}: {caution}" for caution in scheme.facts(native_kept=group.native == "keep").cautions]
+        found += [f"{name}: {caution}" for caution in scheme.facts(native_kept=group.keeps_native).cautions]
         covered = set(part.layers).union(*(g.stacks[name].layers for g in kept if name in g.stacks))
         missing = len(sites.stacks[name].attentions) - len(covered)
         if missing and group.native == "remove" and not architecture.native_per_layer:

@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from hf_posenc.patches.architecture import Architecture, of_config, of_model
 from hf_posenc.patches.cache import NAMES, cache_of
 from hf_posenc.patches.model_card import ranges
 from hf_posenc.patches.models import describe_start
-from hf_posenc.patches.patch import Layers, Preparation, Stacks, disabled, evaluating, prepare
+from hf_posenc.patches.patch import Kept, Layers, Preparation, Stacks, disabled, evaluating, prepare
 from hf_posenc.scheme import Scheme
 
 # Positions are cached as int64.
@@ -122,7 +122,7 @@ def plan(
     model_or_config: PreTrainedModel | PreTrainedConfig,
     scheme: str,
     *,
-    native: Literal["remove", "keep"] = "remove",
+    native: Kept = "remove",
     layers: Layers = None,
     stacks: Stacks = None,
     **options: Any,
@@ -148,11 +148,11 @@ def plan(
         prepared = prepare(model, scheme, native=native, layers=layers, stacks=stacks, options=options)
     parameters = [p for module in prepared.schemes for p in module.parameters()]
     per_token, per_sequence = _cache_bytes(prepared, model)
-    start, tolerance = describe_start(prepared.schemes, native)
+    start, tolerance = describe_start(prepared.schemes, prepared.group.native)
     return Plan(
         architecture=prepared.sites.architecture.name,
         scheme=scheme,
-        native=native,
+        native=prepared.native,
         options={name: dict(part.options) for name, part in prepared.group.stacks.items()},
         layers={name: part.layers for name, part in prepared.group.stacks.items()},
         parameters=sum(p.numel() for p in parameters),
@@ -201,7 +201,8 @@ def _verify(model: Any) -> Verification:
             )
     architecture = of_model(model)
     _check_enabled("verify", architecture, model)
-    layers = Counter(module.posenc_group for _, _, _, module in surgery.Sites.of(model).patched())
+    sites = surgery.Sites.of(model)
+    layers = Counter(module.posenc_group for _, _, _, module in sites.patched())
     # An encoder alone has layers of some groups only.
     groups = [group for group in record.from_config(model.config) if group.id in layers]
     if not groups:
@@ -220,7 +221,7 @@ def _verify(model: Any) -> Verification:
         stock = _hidden_states(architecture, model)
     difference = max(float((a - b).abs().max()) for a, b in zip(active, stock, strict=True))
     return Verification(
-        groups=tuple((group.scheme, group.native, layers[group.id]) for group in groups),
+        groups=tuple((group.scheme, surgery.kept_native(sites, group), layers[group.id]) for group in groups),
         calls=len(calls),
         difference=difference,
     )
@@ -252,7 +253,7 @@ def _cache_bytes(prepared: Preparation, model: nn.Module) -> tuple[int, int]:
             if not geometry.causal:
                 continue  # Encoders keep no cache.
             growing, fixed = scheme.facts(element=dtype.itemsize).state_bytes
-            if scheme.reads_keys and prepared.group.native == "keep" and geometry.inv_freq is not None:
+            if scheme.reads_keys and prepared.group.keeps_native and geometry.inv_freq is not None:
                 growing += geometry.kv_heads * geometry.head_dim * dtype.itemsize  # keys without the model's rotation
             per_token += growing + _POSITION_BYTES
             per_sequence += fixed

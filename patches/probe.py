@@ -82,6 +82,8 @@ class FamilyAttention(PosencAttention):
     # Type of the layer, where each type has a rotation of its own; whether the layer rotates.
     posenc_kind: str
     posenc_rotates: bool
+    # Step between the columns of one pair and the next in the model's cosines.
+    posenc_step: int
     # Window of the model's masks of which the stock forward does not tell the attention function.
     posenc_window: int | None
 
@@ -103,6 +105,8 @@ class FamilyAttention(PosencAttention):
         cache = None if self.posenc_cache is None else call.get(self.posenc_cache)
         rotation, rotate = context.native_rotation.get(self.posenc_kind, call.get("position_embeddings")), None
         if rotation is not None and self.posenc_rotates:
+            if self.posenc_share is not None:
+                rotation = self._shared_rotation(context, rotation)
             rotate = functools.partial(turned, self.posenc_stock, cos_sin=rotation)
 
         def then(
@@ -137,6 +141,14 @@ class FamilyAttention(PosencAttention):
             return self.attend_with_scheme(layer)
 
         return self.by_stock_forward(hidden, call, then)
+
+    def _shared_rotation(self, context: Context, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of the share that stays, computed once for the layers that have the same."""
+        key = (self.posenc_share, self.posenc_kind, rotation[0].device)
+        if key not in context.cut_rotations:
+            assert self.posenc_share is not None
+            context.cut_rotations[key] = self.posenc_share.of(*rotation, self.posenc_step, context.native_strength)
+        return context.cut_rotations[key]
 
     def by_stock_forward(self, hidden: Tensor, call: dict[str, Any], then: _Then) -> tuple[Tensor, Tensor | None]:
         """Call the stock forward without rotation and cache, and with the next step after projection."""
@@ -183,12 +195,14 @@ class Facts:
     Attributes:
         geometry: Shape and rotation of the layer; other fields have their defaults.
         kind: Type of the layer, where each type has a rotation of its own, else empty.
+        step: Step between the columns of one pair and the next in the model's cosines and sines.
         window: Window of the masks that the model makes for the layer, where it does not tell the attention function.
     """
 
     geometry: Geometry
     kind: str = ""
     rotates: bool = False
+    step: int = 1
     window: int | None = None
 
 
@@ -334,8 +348,10 @@ def _probe(config: Any, module: Any, attention: type[nn.Module], rotary: type[nn
     if not rotates:
         return Facts(replace(geometry, inv_freq=torch.zeros_like(inv_freq)), kind, window=window)
     layout = _layout(attention, (cos, sin), inv_freq, scaling, size)
+    first = cos[0, -1, : len(inv_freq)]
+    step = 1 if torch.allclose(first, inv_freq.cos() * scaling, atol=1e-5) else 2
     geometry = replace(geometry, inv_freq=inv_freq, rotary_scaling=scaling, layout=layout)
-    return Facts(geometry, kind, rotates=True, window=window)
+    return Facts(geometry, kind, rotates=True, step=step, window=window)
 
 
 def blank_module(kind: type[nn.Module], config: Any, index: int) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from transformers import PreTrainedConfig
 
@@ -16,13 +18,16 @@ from hf_posenc.errors import CheckpointError, shown
 # It rises when the previous release could not correctly read a checkpoint written now.
 FORMAT_VERSION = 1
 
-Native = Literal["remove", "keep"]
+# A number is the share of a rotation's pairs that go on turning, from the fastest on; a dict has one for each type of
+# layer.
+Native = Literal["remove", "keep"] | float | dict[str, float]
 # What a value of each type in a record is, for a message.
 _EXPECTED = {
     dict: "a mapping that is not empty",
     list: "a list that is not empty",
     tuple: "a list",
-    Literal: " or ".join(map(repr, get_args(Native))),
+    Literal: "one of a few words",
+    Union: "'remove', 'keep', or a share from 0 to 1, for all layers or for each type of layer",
     str: "a text",
     int: "a whole number from 0",
     float: "a number from 0 to 1",
@@ -48,7 +53,7 @@ class Group:
     Attributes:
         id: Number of the group, and name of its shared scheme in the state dict.
         scheme: Registry name.
-        native: Whether the model's own encoding stays under the scheme.
+        native: Whether the model's own encoding stays under the scheme, wholly or as a share of its rotary pairs.
         stacks: The group's share of each stack.
     """
 
@@ -56,6 +61,11 @@ class Group:
     scheme: str
     native: Native
     stacks: dict[str, Part]
+
+    @property
+    def keeps_native(self) -> bool:
+        """Whether the model's own encoding stays under the scheme, be it in part."""
+        return self.native != "remove"
 
     def places(self) -> set[tuple[str, int]]:
         """Return the layers, each with the name of its stack."""
@@ -91,7 +101,7 @@ class _Record:
             raise ValueError("two schemes for one layer")
         if len({group.id for group in self.groups}) < len(self.groups):
             raise ValueError("two groups with one id")
-        if self.strengths != FULL and any(group.native == "remove" for group in self.groups):
+        if self.strengths != FULL and not all(group.keeps_native for group in self.groups):
             raise ValueError("strengths with native='remove'")
 
 
@@ -167,6 +177,10 @@ def _value(kind: Any, value: Any, place: str) -> Any:
     origin, items = get_origin(kind) or kind, get_args(kind)
     if kind is Any or (origin is Literal and value in items) or (kind is str and isinstance(value, str)):
         return value
+    if origin in (Union, UnionType):
+        for item in items:
+            with contextlib.suppress(CheckpointError):
+                return _value(item, value, place)
     if is_dataclass(kind):
         return _entry(kind, value, place)  # type: ignore[arg-type]
     if kind is int and type(value) is int and value >= 0:
@@ -177,7 +191,7 @@ def _value(kind: Any, value: Any, place: str) -> Any:
         return {key: _value(items[1], inner, _within(place, key)) for key, inner in value.items()}
     if origin in (list, tuple) and isinstance(value, list | tuple) and (value or items[0] is int):
         return origin(_value(items[0], inner, _within(place, number)) for number, inner in enumerate(value))
-    raise _damaged(place, f"expected {_EXPECTED[origin]}, got {shown(value)}")
+    raise _damaged(place, f"expected {_EXPECTED[Union if origin is UnionType else origin]}, got {shown(value)}")
 
 
 def _within(place: str, key: object) -> str:

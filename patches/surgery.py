@@ -21,6 +21,7 @@ from hf_posenc.errors import ArchitectureError, LayerSelectionError, NotPatchedE
 from hf_posenc.patches import record
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.record import FULL, Group, Strengths
+from hf_posenc.patches.share import share_of
 from hf_posenc.registry import SchemeInfo, make
 from hf_posenc.scheme import Scheme
 
@@ -256,9 +257,14 @@ def attach(sites: Sites, group: Group, built: Schemes) -> None:
             # Layers that torch.ao quantised have no parameters.
             device = next(chain(attention.parameters(), body.parameters())).device
             attention.posenc_group = group.id
-            attention.posenc_keeps_native = group.native == "keep"
-            for attribute, value in sites.architecture.attributes(body, layer).items():
+            attention.posenc_keeps_native = group.keeps_native
+            attributes = sites.architecture.attributes(body, layer)
+            for attribute, value in attributes.items():
                 setattr(attention, attribute, value)
+            attention.posenc_share = None
+            if not isinstance(group.native, str):
+                geometry = sites.architecture.geometry(body, layer)
+                attention.posenc_share = share_of(group.native, attributes.get("posenc_kind", ""), geometry)
             attention._modules.pop(OWN, None)
             common = scheme if scheme.shared else take_common(scheme)
             if not scheme.shared:
@@ -268,6 +274,14 @@ def attach(sites: Sites, group: Group, built: Schemes) -> None:
                     body.add_module(SHARED, SharedSchemes())
                 container: Any = body._modules[SHARED]
                 container.add_module(str(group.id), _placed(common, next(body.parameters()).device))
+
+
+def kept_native(sites: Sites, group: Group) -> str:
+    """Return what stays of a model's own encoding under a group, in words, such as "12 of 32 rotary pairs"."""
+    if isinstance(group.native, str):
+        return group.native
+    layers = [attention for _, _, _, attention in sites.patched() if attention.posenc_group == group.id]
+    return ", ".join(dict.fromkeys(str(layer.posenc_share or "all pairs") for layer in layers))
 
 
 def settle_layers(sites: Sites) -> None:

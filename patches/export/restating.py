@@ -17,6 +17,7 @@ from hf_posenc.forms import DistanceTable
 from hf_posenc.operands import Geometry
 from hf_posenc.patches import record, surgery
 from hf_posenc.patches.architecture import Architecture
+from hf_posenc.patches.share import with_share
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.additive import Buckets
 
@@ -39,9 +40,13 @@ _DOES = {
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: geometry, whether the model's own encoding is there, what the scheme adds, and place for messages."""
+    """One layer: geometry, whether the model's own encoding is there, what the scheme adds, and place for messages.
+
+    `kept` is the geometry with the share of the rotation that stays.
+    """
 
     geometry: Geometry
+    kept: Geometry
     native: bool
     added: Equivalent
     place: str
@@ -66,15 +71,17 @@ def read_stack(architecture: Architecture, model: PreTrainedModel, name: str) ->
     attentions = architecture.attentions(body)
     for index, attention in enumerate(attentions):
         added: Equivalent = Nothing()
-        native = not surgery.native_removed(architecture, attentions)
+        native, geometry = not surgery.native_removed(architecture, attentions), architecture.geometry(body, index)
+        kept = geometry
         place = f"layer {index} of the {name} (without a scheme)"
         if surgery.is_patched(attention):
             group, scheme = groups[attention.posenc_group], surgery.scheme_of(body, attention)
             place = f"the scheme {group.scheme!r} on layer {index} of the {name}"
             if scheme not in known:
                 known[scheme] = _equivalent(scheme, place)
-            native, added = group.native == "keep", known[scheme]
-        layers.append(Layer(architecture.geometry(body, index), native, added, place))
+            native, added = group.keeps_native, known[scheme]
+            kept = with_share(geometry, group.native, architecture.attributes(body, index).get("posenc_kind", ""))
+        layers.append(Layer(geometry, kept, native, added, place))
     return Stack(name, body, layers)
 
 
@@ -205,7 +212,7 @@ def _rotation(layer: Layer) -> Rotation:
         )
     if isinstance(layer.added, Rotation):
         raise unfit(layer, "turns queries and keys besides the model's own rotation. Patch with native='remove'")
-    return _native_rotation(geometry)
+    return _native_rotation(layer.kept)
 
 
 def _native_rotation(geometry: Geometry, *, there: bool = True) -> Rotation:

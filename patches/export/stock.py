@@ -75,7 +75,8 @@ def export_stock(
             layers = [layer for stack in stacks for layer in stack.layers]
             _check_positions(layers[0].geometry, max_positions)
             draft = Draft(model, architecture)
-            if max_positions is not None or not all(one.native and isinstance(one.added, Nothing) for one in layers):
+            own = all(one.native and one.kept is one.geometry and isinstance(one.added, Nothing) for one in layers)
+            if max_positions is not None or not own:
                 restate(draft, stacks, max_positions=max_positions)
             draft.build().save_pretrained(folder)
     except OutputError as error:
