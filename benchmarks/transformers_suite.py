@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from speed import machine
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, set_seed
-from transformers.models import gpt2, llama, t5, vit
+from transformers.models import gpt2, t5, vit
 
 import hf_posenc
 from hf_posenc.patches.architecture import architectures, config_pair
@@ -137,28 +137,6 @@ SIZES = {"batch_size": BATCH, "seq_length": LENGTH, "num_hidden_layers": 2, "num
 IMAGE, PATCH = 30, 5
 PATCHES = (IMAGE // PATCH) ** 2
 FAMILIES = {
-    "llama": Family(
-        "llama",
-        (
-            llama.LlamaModel,
-            llama.LlamaForCausalLM,
-            llama.LlamaForSequenceClassification,
-            llama.LlamaForTokenClassification,
-            llama.LlamaForQuestionAnswering,
-        ),
-        lambda make, **more: make(
-            **TEXT,
-            hidden_size=32,
-            intermediate_size=37,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-            **more,
-        ),
-        text,
-        SIZES,
-    ),
     "gpt2": Family(
         "gpt2",
         (
@@ -219,24 +197,11 @@ FAMILIES = {
 # Sizes of all families that are read from the code of transformers. Configs take what they know; windows are shorter
 # than the inputs, and experts have rows of 16 bytes, which their kernel wants.
 FAMILY_SIZES = {
-    **TEXT,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "sliding_window": 4,
-    "use_sliding_window": True,
-    "max_window_layers": 1,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "cls_token_id": 1,
-    "sep_token_id": 2,
-}
+    **TEXT, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "sliding_window": 4,
+    "use_sliding_window": True, "max_window_layers": 1, "num_experts": 4, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "cls_token_id": 1, "sep_token_id": 2,
+}  # fmt: skip
 
 
 def add_families() -> None:
