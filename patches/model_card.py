@@ -52,7 +52,7 @@ _SECTION = (
 
 {% for group, info, start in groups %}
 `{{ group.scheme }}` ({{ "arXiv " if info.paper[:4].isdigit() }}{{ info.paper }}), \
-{{ "over" if group.native == "keep" else "instead of" }} the model's own encoding. {{ info.summary }}
+{{ "over" if group.keeps_native else "instead of" }} the model's own encoding. {{ info.summary }}
 
 {% for name, part in group.stacks | dictsort %}
 - {{ name }}, layers {{ ranges(part.layers) }}; options: {{ options(part.options) }}

@@ -29,9 +29,8 @@ from hf_posenc.errors import (
     WrappedModelError,
     shown,
 )
-from hf_posenc.patches import composites, identity, record, surgery
 from hf_posenc.operands import Geometry
-from hf_posenc.patches import belonging, composites, record, share, surgery
+from hf_posenc.patches import composites, identity, record, share, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.attention import check_backend
 from hf_posenc.patches.context import DISABLED, Switch
