@@ -1,6 +1,7 @@
 """A positional scheme with add-ons, as one scheme: `"fire+log_temperature"`.
 
-An add-on is a scheme that changes queries, the softmax or the output of attention, and leaves positions to another.
+An add-on is a scheme that changes queries, the softmax or the output of attention, or adds to the logits; positions at
+large are left to another.
 """
 
 import functools
@@ -13,15 +14,16 @@ from torch import Tensor, nn
 from hf_posenc.equivalents import Equivalent
 from hf_posenc.errors import OptionError
 from hf_posenc.facts import Facts
+from hf_posenc.forms import Bias, total
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.scheme import Result, Scheme, option_names
 
 
-def _of_base(name: str, *, softmax: bool = False) -> Any:
-    """Return a method that calls that of the base; with `softmax`, it returns `None` where an add-on replaces that."""
+def _of_base(name: str, *, alone: bool = False) -> Any:
+    """Return a method that calls that of the base; if it is right for that `alone`, `None` where add-ons join in."""
 
     def call(self: "Composite", *args: Any, **kwargs: Any) -> Any:
-        if softmax and any(part.overrides("weigh") for part in self.added_on):
+        if alone and any(part.overrides(seam) for part in self.added_on for seam in ("score", "weigh")):
             return None
         return getattr(self.base, name)(*args, **kwargs)
 
@@ -79,7 +81,7 @@ class Composite(Scheme):
     # -- seams ---------------------------------------------------------------------------------------------------------
 
     # Not `embed`: a scheme that has it is one module for all layers.
-    recall, score, mix = _of_base("recall"), _of_base("score"), _of_base("mix")
+    recall, mix = _of_base("recall"), _of_base("mix")
     carry, feed = _of_base("carry"), _of_base("feed")
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
@@ -87,6 +89,11 @@ class Composite(Scheme):
         for part in self.added_on:
             there = replace(there, q=part.project(tokens, there.q, there.k, there.v).q)
         return there
+
+    def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
+        for part in self.schemes():
+            logits = part.score(logits, q, k, block)
+        return logits
 
     def weigh(self, logits: Tensor, block: Block) -> Tensor:
         return next((part for part in self.added_on if part.overrides("weigh")), self.base).weigh(logits, block)
@@ -98,9 +105,12 @@ class Composite(Scheme):
 
     # -- what it says of itself ------------------------------------------------------------------------------------
 
-    # Forms of a sum over keys by the softmax.
-    added, folded = _of_base("added", softmax=True), _of_base("folded", softmax=True)
-    locality, key_scan = _of_base("locality", softmax=True), _of_base("key_scan", softmax=True)
+    folded, locality, key_scan = (_of_base(name, alone=True) for name in ("folded", "locality", "key_scan"))
+
+    def added(self) -> Bias | None:
+        acting = [part for part in self.schemes() if any(map(part.overrides, ("score", "weigh", "mix")))]
+        found = [bias for part in acting if (bias := part.added()) is not None]
+        return total(found) if found and len(found) == len(acting) else None
 
     def overrides(self, seam: str) -> bool:
         return any(part.overrides(seam) for part in self.schemes())

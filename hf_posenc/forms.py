@@ -3,8 +3,9 @@
 A scheme returns them from the methods of `FastForms`. All of them equal its seams, and none is needed.
 """
 
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -127,6 +128,26 @@ class PiecewiseLinear(Bias):
             return ends, slope * factor, offset * factor
 
         return replace(self, of=_scaled(self.of, factor), pieces=pieces)
+
+
+def total(biases: Sequence[Bias]) -> Bias:
+    """Return the sum of biases: a table if all of them are, else a bias without a faster form."""
+    if len(biases) == 1:
+        return biases[0]
+
+    def of(block: Block, like: Tensor, *content: Tensor) -> Tensor:
+        parts = (bias.of(block, like, *(content if isinstance(bias, ContentBias) else ())) for bias in biases)
+        return functools.reduce(torch.add, parts)
+
+    tables = [bias for bias in biases if isinstance(bias, DistanceTable)]
+    if len(tables) < len(biases):
+        return ContentBias(of) if any(isinstance(bias, ContentBias) for bias in biases) else Bias(of)
+
+    def at(distance: Tensor, dtype: torch.dtype) -> Tensor:
+        return functools.reduce(torch.add, (table.at(distance, dtype) for table in tables))
+
+    reaches = [table.reach for table in tables if table.reach is not None]
+    return DistanceTable(of, at, max(reaches) if len(reaches) == len(tables) else None)
 
 
 @dataclass(frozen=True, eq=False)

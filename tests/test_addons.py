@@ -58,7 +58,7 @@ def test_sinks_are_a_key_without_a_value() -> None:
 def test_at_its_start_an_add_on_changes_nothing(base: str, direction: str) -> None:
     places = torch.tensor([[0, 1, 2, 5, 9]])
     alone = make(base, direction, {})
-    for addon in ("gated_output", "log_temperature"):
+    for addon in ("gated_output", "log_temperature", "near"):
         if direction not in schemes()[addon].directions:
             continue
         both = registry.build(f"{base}+{addon}", alone.geometry).double()
@@ -66,8 +66,25 @@ def test_at_its_start_an_add_on_changes_nothing(base: str, direction: str) -> No
         both.base.load_state_dict(own)
         both.common = alone.common
         given = operands(alone, 5)
-        assert torch.equal(run(both, given, places), run(alone, given, places))
-        assert executors(both) == executors(alone)
+        assert torch.equal(*(run(each, given, places, executor="dense") for each in (both, alone)))
+        assert addon == "near" or executors(both) == executors(alone)
+
+
+@pytest.mark.parametrize(("base", "direction"), BASES)
+def test_near_offsets_join_any_scheme_on_every_executor(base: str, direction: str) -> None:
+    scheme = registry.build(f"{base}+near", make(base, direction, {}).geometry).double()
+    length, places = 40, torch.arange(40)[None]
+    given = operands(scheme, length)
+    alone = run(scheme, given, places, executor="dense")
+    with torch.no_grad():
+        scheme.get_parameter("parts.1.offsets").normal_()
+    results = []
+    for executor in executors(scheme):
+        output = run(scheme, given, places, executor=executor)
+        results.append([output, *torch.autograd.grad(output.square().sum(), [*scheme.parameters()], allow_unused=True)])
+    assert not torch.allclose(results[0][0], alone)
+    for one in results[1:]:
+        torch.testing.assert_close(one, results[0], rtol=1e-9, atol=1e-9)
 
 
 def test_the_temperature_multiplies_queries_after_any_projection() -> None:

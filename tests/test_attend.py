@@ -280,6 +280,12 @@ def transformer_xl(scheme, values, head, i, j, x, y) -> float:
     return float((x + u) @ y + (x + v) @ place) / math.sqrt(len(x))
 
 
+def near(scheme, values, head, i, j) -> float:
+    places = values["offsets"].shape[1] if scheme.geometry.causal else (values["offsets"].shape[1] + 1) // 2
+    index = i - j if scheme.geometry.causal else i - j + places - 1
+    return values["offsets"][head, index] if abs(i - j) < places else 0.0
+
+
 REFERENCES: dict[str, Callable[..., float]] = {
     "alibi": additive(alibi),
     "disentangled": disentangled,
@@ -289,6 +295,7 @@ REFERENCES: dict[str, Callable[..., float]] = {
     "kerple": kerple_logit,
     "learned": plain,
     "log_temperature": log_temperature,
+    "near": additive(near),
     "nope": plain,
     "rope": rope,
     "sandwich": additive(sandwich),

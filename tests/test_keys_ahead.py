@@ -75,7 +75,11 @@ def mirror(causal: Scheme, encoder: Scheme) -> None:
         elif there.shape == here.shape:
             made = here
         else:
-            made = torch.cat((here[:, 1:].flip(1), here), dim=1) if name.endswith("r") else torch.cat((here, here))
+            made = (
+                torch.cat((here[:, 1:].flip(1), here), dim=1)
+                if name.endswith(("r", "offsets"))
+                else torch.cat((here, here))
+            )
         there.data.copy_(made)
 
 

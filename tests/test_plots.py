@@ -134,7 +134,7 @@ def test_every_scheme_has_pictures(name: str) -> None:
     *others, attention = titles
     assert attention == f"{name}, decoder: attention weights, layer 0"
     # There is nothing else to see without any encoding, of weights alone, or where hidden states decide.
-    alone = "nope tape stick_breaking attention_sinks gated_output log_temperature repo selective_rope"
+    alone = "nope tape stick_breaking attention_sinks gated_output log_temperature near repo selective_rope"
     assert bool(others) == (name not in alone.split())
     for axes in panels(page):
         assert axes.lines or axes.images
