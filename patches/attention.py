@@ -17,7 +17,7 @@ from hf_posenc.errors import AttentionBackendError, NotPatchedError
 from hf_posenc.operands import Positions, Projection, Tokens
 from hf_posenc.patches import cache as token_cache
 from hf_posenc.patches.cache import POSITIONS
-from hf_posenc.patches.context import Context, Mixin
+from hf_posenc.patches.context import Context, Inputs, Mixin
 from hf_posenc.patches.share import Share
 from hf_posenc.patches.surgery import OWN
 from hf_posenc.scheme import Scheme
@@ -77,7 +77,7 @@ class PosencAttention(Mixin):
         context: Context | None = call.pop(CONTEXT, None)
         if context is None:
             raise without_context(self)
-        if context.positions is None:
+        if context.inputs is None:
             return super().forward(hidden_states, **call)  # type: ignore[misc, no-any-return]
         return self.attend(context, hidden_states, call)
 
@@ -108,19 +108,18 @@ class PosencAttention(Mixin):
 
     def _attend(self, layer: LayerCall, scheme: Scheme, common: Scheme | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the output `[B, H, S, D]` and the weights, given the scheme and its part that all layers share."""
-        context = layer.context
+        context, inputs, kept = layer.context, layer.context.inputs, self.posenc_keeps_native
+        assert inputs is not None
         if context.strength != 1:
             scheme = Blended(scheme, context.strength)
         operands, past = layer.operands or self.project_heads(layer.hidden), {}
         if layer.cache is not None:
             assert layer.index is not None
             past = token_cache.past(layer.cache, layer.index, operands[0].device)
-        assert context.positions is not None
-        kept = self.posenc_keeps_native
         tokens = Tokens(
-            positions=Positions(context.positions, context.positions, context.coords, context.coords),
+            positions=inputs.places,
             hidden=layer.hidden,
-            real=context.real,
+            real=inputs.real,
             past=past,
             carried=None if context.passage is None else context.passage.carried,
             common=common,
@@ -130,11 +129,11 @@ class PosencAttention(Mixin):
             scheme,
             tokens,
             *operands,
-            meet=functools.partial(self._meet, layer, scheme, tokens.positions),
-            reach=context.reach,
+            meet=functools.partial(self._meet, layer, inputs, scheme),
+            reach=inputs.reach,
             scale=layer.scale,
-            native_score=context.native_score if kept else None,
-            parameters=(*(context.native_parameters if kept else ()), *(() if layer.sinks is None else (layer.sinks,))),
+            native_score=context.native.score if kept else None,
+            parameters=(*(context.native.parameters if kept else ()), *(() if layer.sinks is None else (layer.sinks,))),
             softcap=layer.softcap,
             sinks=layer.sinks,
             dropout=layer.dropout,
@@ -147,18 +146,20 @@ class PosencAttention(Mixin):
             context.passage.carried, context.passage.scheme = scheme.carry(output, tokens), scheme
         return scheme.finish(output, layer.hidden), weights
 
-    def _meet(self, layer: LayerCall, scheme: Scheme, positions: Positions, projected: Projection) -> Mapping[str, Any]:
+    def _meet(self, layer: LayerCall, inputs: Inputs, scheme: Scheme, projected: Projection) -> Mapping[str, Any]:
         """Rotate and cache what the scheme projected; return the keys that the queries meet, as fields of `Call`."""
         q, keys, values, state = projected.q, projected.k, projected.v, projected.state
-        content_q = None
+        content_q = content_k = None
         if layer.rotate is not None and self.posenc_keeps_native:
             content_q = q
             if scheme.reads_keys:
                 state = {**state, CONTENT: keys.transpose(1, 2)}
             q, keys = layer.rotate(q, keys)
-        if layer.cache is not None:
+        if layer.cache is None:
+            positions = inputs.places
+        else:
             assert layer.index is not None
-            fresh = {POSITIONS: positions.query.expand(len(q), -1), **state}
+            fresh = {POSITIONS: inputs.positions.expand(len(q), -1), **state}
             keys, values, state = token_cache.update(
                 layer.cache, layer.index, keys, values, fresh, projected.recent, scheme.history
             )
@@ -166,24 +167,26 @@ class PosencAttention(Mixin):
             if places.stride(0) == 0:
                 places = places[:1]  # an empty cache hands the expanded row back: one bias serves all rows
             # Only the positions of the keys are kept in a cache.
-            positions = Positions(positions.query, places)
+            positions = Positions(inputs.positions, places)
         length = q.shape[2]
-        if layer.causal and length > 1 and (layer.mask is None or layer.context.packed is not None):
+        if layer.causal and length > 1 and (layer.mask is None or inputs.packed is not None):
             # In transformers, no mask means: causal from the first key on (behind the queries, a static cache has
             # slots not filled yet). The keys are then the queries' own tokens, as they are in packed rows.
             keys, values = keys[:, :, :length], values[:, :, :length]
             state = {name: tensor[:, :length] for name, tensor in state.items()}
             positions = replace(positions, key=positions.query)
-        content_k = state.get(CONTENT)
+        if CONTENT in state:
+            state = dict(state)
+            content_k = state.pop(CONTENT).transpose(1, 2)
         return {
             "q": q,
             "k": keys,
             "v": values,
             "positions": positions,
-            "mask": layer.visible(q, keys, positions, scheme.window),
-            "state": {name: tensor for name, tensor in state.items() if name != CONTENT},
+            "mask": layer.visible(inputs, q, keys, positions, scheme.window),
+            "state": state,
             "content_q": content_q,
-            "content_k": None if content_k is None else content_k.transpose(1, 2),
+            "content_k": content_k,
         }
 
 
@@ -215,14 +218,14 @@ class LayerCall:
     softcap: float | None = None
     sinks: Tensor | None = None
 
-    def visible(self, q: Tensor, k: Tensor, positions: Positions, window: int | None) -> Mask:
-        """Return the visibility of all keys, those of the cache included; `window` is that of the scheme."""
+    def visible(self, inputs: Inputs, q: Tensor, k: Tensor, positions: Positions, window: int | None) -> Mask:
+        """Return the visibility of all keys, those of the cache included, given the window of the scheme."""
         (batch, heads, queries, _), keys = q.shape, k.shape[2]
-        real, window = self.context.real, self.window if window is None else min(window, self.window or window)
+        real, window = inputs.real, self.window if window is None else min(window, self.window or window)
         # A window that is longer than the sequence hides nothing.
-        if window is not None and self.context.reach < window:
+        if window is not None and inputs.reach < window:
             window = None
-        if self.mask is None or (self.causal and self.context.ruled and keys == queries):
+        if self.mask is None or (self.causal and inputs.ruled and keys == queries):
             # Padding and the order of slots say the same as the mask that was made from them.
             rule: Literal["slots", "all"] = "slots" if self.causal and queries > 1 else "all"
             keep = None if real is None or self.mask is None else real[:, None, None]

@@ -20,16 +20,15 @@ from hf_posenc.patches import cache as token_cache
 from hf_posenc.patches.attention import CONTEXT, PosencAttention, arguments_of, check_backend
 from hf_posenc.patches.context import (
     Context,
+    Inputs,
+    Native,
+    Request,
     Switch,
-    check_length,
-    check_mask,
     check_tensors,
-    counted_within,
-    real_tokens,
+    read,
     resolve_positions,
     same_sequence,
     sequences,
-    stated_samples,
 )
 from hf_posenc.patches.surgery import SHARED
 from hf_posenc.scheme import Scheme
@@ -74,14 +73,14 @@ class PosencBody(Switch):
         if self.is_disabled():
             token_cache.check_disabled(token_cache.cache_of(call))
             call = {name: value for name, value in call.items() if name not in (REAL, COORDS)}
-            return super().forward(**call, **{CONTEXT: Context()})  # type: ignore[misc]
+            return super().forward(**call, **{CONTEXT: Context(None, Native())})  # type: ignore[misc]
         check_backend(self.config._attn_implementation)
         check_tensors(call)
         self.check_keywords(call)
         call = self.prepare(call)
         output = self.run(call)
         context: Context | None = call.get(CONTEXT)
-        if context is not None and context.packed is not None:
+        if context is not None and context.inputs is not None and context.inputs.packed is not None:
             token_cache.mark_packed(output)
         return output
 
@@ -112,72 +111,56 @@ class PosencBody(Switch):
     def prepare(self, call: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of the stock forward, with positions, embedded inputs and the context in them."""
         coords: Tensor | None = call.pop(COORDS, None)
-        inputs = call.get("input_ids") if call.get("input_ids") is not None else call.get("inputs_embeds")
-        if inputs is None or (call.get("input_ids") is not None and call.get("inputs_embeds") is not None):
+        ids, embeds = call.get("input_ids"), call.get("inputs_embeds")
+        if (ids is None) == (embeds is None):
             return call  # The stock forward says what is wrong.
         cache = token_cache.cache_of(call)
         if not token_cache.is_known(cache) and any(isinstance(module, PosencAttention) for module in self.modules()):
             token_cache.check(cache)  # not of a stack that was left out
-        batch, length = inputs.shape[:2]
         given = self.given_positions(call)
-        # A dict has the masks of generation, one for each type of layer.
-        mask = None if isinstance(call.get("attention_mask"), dict) else call.get("attention_mask")
-        past = tokens_in(cache)
-        check_mask(mask)
-        check_length(mask, past, batch, length, counts=given is None)
-        stated = stated_samples(call, mask, past, batch, length, inputs.device)
-        real = call.pop(REAL, None)
-        if real is None:
-            real = real_tokens(mask, past, length)
-        counted = given
-        if counted is None and stated:
-            counted = counted_within(next(iter(stated.values())), real)
-        elif counted is None:
-            counted = self.counted_positions(call, past)
-        positions = resolve_positions(counted, mask, past, batch, length, inputs.device)
-        if coords is not None:
-            coords = check_coords(coords, self.axes(), batch, length, inputs.device)
-        traced = torch.compiler.is_compiling()  # A graph has no numbers: none exceeds the largest count.
-        reach = LARGEST_COUNT if traced else int(positions.max()) if positions.numel() else 0
-        ruled = call.get("attention_mask") is None or (mask is not None and mask.ndim == 2)
-        context = self.context(call, positions, reach, real, coords, ruled=ruled)
+        request = read(call, ids if embeds is None else embeds, tokens_in(cache), given, call.pop(REAL, None))
+        inputs = self.inputs_of(call, request, coords)
         token_cache.refuse_packed(cache)
-        # A graph cannot read how much a static cache holds, and takes rows with a mask for padded.
-        readable = not traced or (isinstance(past, int) and mask is None)
-        if ruled and (given is not None or stated) and length > 1 and readable and bool(past == 0):
-            packed = sequences(positions, real, stated)
-            if packed is not None:
-                mask = same_sequence(packed, packed, causal=self.is_causal_stack(), float_dtype=self.mask_dtype())
-                call["attention_mask"] = self.masks_of_packed(mask)
-                context = replace(context, packed=packed, ruled=False)
-            elif mask is None and bool((positions.diff(dim=-1) != 1).any()):
-                # transformers takes any jump for the start of a sequence, unless there is a mask.
-                call["attention_mask"] = torch.ones(batch, length, dtype=torch.long, device=positions.device)
+        if request.may_be_packed():
+            inputs = self.keep_apart(call, request, inputs)
+        context = self.context(call, inputs)
         if self.embedders():
-            if call.get("inputs_embeds") is None:
-                call["inputs_embeds"] = self.get_input_embeddings()(call.pop("input_ids"))
-            call["inputs_embeds"] = self.embedded(call["inputs_embeds"], context)
+            if embeds is None:
+                embeds = self.get_input_embeddings()(call.pop("input_ids"))
+            call["inputs_embeds"] = self.embedded(embeds, context)
         return self.hand_down(call, context)
 
-    def context(
-        self,
-        call: Mapping[str, Any],
-        positions: Tensor,
-        reach: int,
-        real: Tensor | None,
-        coords: Tensor | None,
-        *,
-        ruled: bool = False,
-    ) -> Context:
-        """Return what the layers get to know of the new tokens, see `Context`."""
-        shared = self._modules.get(SHARED)
+    def inputs_of(self, call: dict[str, Any], request: Request, coords: Tensor | None) -> Inputs:
+        """Return the new tokens, with their positions."""
+        counted = None if request.placed else self.counted_positions(call, request.past)
+        positions = resolve_positions(request, counted)
+        if coords is not None:
+            coords = check_coords(coords, self.axes(), request.batch, request.length, request.device)
+        # A graph has no numbers: none exceeds the largest count.
+        traced = torch.compiler.is_compiling()
+        reach = LARGEST_COUNT if traced else int(positions.max()) if positions.numel() else 0
+        return Inputs(positions, reach, request.real, coords, ruled=request.ruled)
+
+    def keep_apart(self, call: dict[str, Any], request: Request, inputs: Inputs) -> Inputs:
+        """Mask sequences that are packed into one row from each other; return the inputs with their numbers."""
+        packed = sequences(inputs.positions, inputs.real, request.samples)
+        if packed is not None:
+            mask = same_sequence(packed, packed, causal=self.is_causal_stack(), float_dtype=self.mask_dtype())
+            call["attention_mask"] = self.masks_of_packed(mask)
+            return replace(inputs, packed=packed, ruled=False)
+        if request.mask is None and bool((inputs.positions.diff(dim=-1) != 1).any()):
+            # transformers takes any jump for the start of a sequence, unless there is a mask.
+            call["attention_mask"] = torch.ones(request.batch, request.length, dtype=torch.long, device=request.device)
+        return inputs
+
+    def context(self, call: Mapping[str, Any], inputs: Inputs) -> Context:
+        """Return the context of the layers."""
         config = self.config
         # A model that has no other implementation than eager was not asked to be dense.
         eager = config._attn_implementation == "eager" and bool(self._supports_sdpa or config.output_attentions)
         # Some bodies do not pass `output_attentions` on to their layers.
         dense = eager or bool(call.get("output_attentions"))
-        strength = self.posenc_strengths.scheme
-        return Context(positions, reach, shared, strength, real=real, coords=coords, ruled=ruled, dense=dense)
+        return Context(inputs, Native(), self._modules.get(SHARED), self.posenc_strengths.scheme, dense)
 
     def embedders(self) -> list[Scheme]:
         """Return the schemes that act on the input of the first layer."""
@@ -218,13 +201,14 @@ class PosencBody(Switch):
 
     def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
         """Put positions and context into the arguments of the stock forward."""
-        return call | {"position_ids": context.positions, CONTEXT: context}
+        assert context.inputs is not None
+        return call | {"position_ids": context.inputs.positions, CONTEXT: context}
 
 
 def _embed(scheme: Scheme, inputs: Tensor, context: Context) -> Tensor:
-    assert context.positions is not None
+    assert context.inputs is not None
     acting = scheme if context.strength == 1 else Blended(scheme, context.strength)
-    return acting.embed(inputs, context.positions, context.coords)
+    return acting.embed(inputs, context.inputs.positions, context.inputs.coords)
 
 
 def tokens_in(cache: Cache | None) -> int | Tensor:

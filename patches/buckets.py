@@ -19,15 +19,7 @@ from hf_posenc.patches.architecture import refuse_changed, weight_of
 from hf_posenc.patches.attention import CONTEXT, LayerCall, PosencAttention
 from hf_posenc.patches.body import COORDS, PosencBody, tokens_in
 from hf_posenc.patches.cache import cache_of, self_attention
-from hf_posenc.patches.context import (
-    Context,
-    counted_within,
-    real_tokens,
-    refuse_samples,
-    same_sequence,
-    sequences,
-    stated_samples,
-)
+from hf_posenc.patches.context import Context, Native, read, refuse_samples, resolve_positions, same_sequence, sequences
 from hf_posenc.patches.family import Family, classes_of, register_family
 from hf_posenc.patches.surgery import is_patched
 from hf_posenc.schemes.families.additive import Buckets
@@ -59,7 +51,7 @@ class BucketAttention(PosencAttention):
         if "position_bias" not in self.posenc_arguments:
             return self.o(output), weights
         bias = call.get("position_bias")
-        if context.passes_native_bias and self.has_relative_attention_bias:
+        if context.native.passes_bias and self.has_relative_attention_bias:
             keys = length
             if cache is not None:
                 keys = self_attention(cache).layers[self.layer_idx].keys.shape[-2]
@@ -88,16 +80,18 @@ class BucketBody(PosencBody):
     def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
         encoder, mask = call.pop("position_ids", None), call.get("encoder_attention_mask")
         call.pop("decoder_position_ids", None)
-        if self.is_decoder and context.packed is not None and (mask is None or mask.ndim == 2):
+        assert context.inputs is not None
+        packed = context.inputs.packed
+        if self.is_decoder and packed is not None and (mask is None or mask.ndim == 2):
             others = numbers_of(encoder, mask)
             if others is not None:
                 call["encoder_attention_mask"] = same_sequence(
-                    context.packed, others, causal=False, float_dtype=self.mask_dtype()
+                    packed, others, causal=False, float_dtype=self.mask_dtype()
                 )
         first, *rest = [block.layer[0].SelfAttention for block in self.block]
         # Unpatched layers wait for the matrix that the first layer hands sideways.
         passes = is_patched(first) and any(not is_patched(attention) for attention in rest)
-        context = replace(context, passes_native_bias=passes, native_strength=self.posenc_strengths.native)
+        context = replace(context, native=Native(self.posenc_strengths.native, passes_bias=passes))
         return call | {CONTEXT: with_native_score(context, first)}
 
 
@@ -106,14 +100,9 @@ def numbers_of(positions: Tensor | None, mask: Tensor | None) -> Tensor | None:
     given = mask if positions is None else positions
     if given is None:
         return None
-    batch, length = given.shape
-    stated = stated_samples({}, mask, 0, batch if mask is None else len(mask), length, given.device)
-    if positions is None and not stated:
-        return None
-    real = real_tokens(mask, 0, length)
-    if positions is None:
-        positions = counted_within(stated["attention_mask"], real)
-    return sequences(positions, real, stated)
+    arguments = {"attention_mask": mask}
+    request = read(arguments, given if mask is None else mask, 0, positions)
+    return sequences(resolve_positions(request), request.real, request.samples) if request.placed else None
 
 
 def with_native_score(context: Context, owner: Any) -> Context:
@@ -122,8 +111,8 @@ def with_native_score(context: Context, owner: Any) -> Context:
     buckets = Buckets(
         num_buckets=table.num_embeddings, max_distance=owner.relative_attention_max_distance, causal=owner.is_decoder
     )
-    score = functools.partial(_native_score, table, buckets, context.native_strength)
-    return replace(context, native_score=score, native_parameters=(table.weight,))
+    score = functools.partial(_native_score, table, buckets, context.native.strength)
+    return replace(context, native=replace(context.native, score=score, parameters=(table.weight,)))
 
 
 def _native_score(table: nn.Embedding, buckets: Buckets, strength: float, logits: Tensor, block: Block) -> Tensor:

@@ -41,11 +41,16 @@ class _TokenState(CacheLayerMixin):
     # Later layers that may refuse a crop, by number: the first layer, which is cropped first, asks them.
     others: dict[int, _TokenState]
 
-    def last_state(self) -> dict[str, Tensor]:
+    def last_state(self, device: torch.device) -> dict[str, Tensor]:
         """Return the scheme's state of the last token, each `[B, 1, ...]`; empty or zeros if there is none."""
-        last = {name: self._last_token(tensor) for name, tensor in self.token_state.items() if name != POSITIONS}
-        last |= {name: tensor[:, -1:] for name, tensor in self.recent_state.items()}
-        return {name: tensor for name, tensor in last.items() if tensor.shape[_TOKENS]}
+        last = {}
+        for name, tensor in self.token_state.items():
+            if name != POSITIONS and tensor.shape[_TOKENS]:
+                last[name] = self._last_token(tensor).to(device)
+        for name, tensor in self.recent_state.items():
+            if tensor.shape[_TOKENS]:
+                last[name] = tensor[:, -1:].to(device)
+        return last
 
     def _last_token(self, tensor: Tensor) -> Tensor:
         return tensor[:, -1:]
@@ -229,8 +234,7 @@ def past(cache: Cache | None, layer: int, device: torch.device) -> dict[str, Ten
     if cache is None or layer >= len(cache.layers):
         return {}
     slot: Any = cache.layers[layer]
-    state: dict[str, Tensor] = slot.last_state() if isinstance(slot, _TokenState) else {}
-    return {name: tensor.to(device) for name, tensor in state.items()}
+    return slot.last_state(device) if isinstance(slot, _TokenState) else {}
 
 
 def update(

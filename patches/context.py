@@ -1,4 +1,7 @@
-"""The context that the body of a model hands to its attention layers, once per forward."""
+"""The context that the body of a model hands to its layers: the new tokens, read from the arguments of a forward.
+
+The steps are `read` (mask, packed samples, real tokens), `resolve_positions`, `sequences` and `same_sequence`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import CacheError, PositionError, ShapeError
-from hf_posenc.operands import LARGEST_COUNT, Block, check_tensor
+from hf_posenc.operands import LARGEST_COUNT, Block, Positions, check_tensor
 from hf_posenc.patches.record import FULL, Strengths
 from hf_posenc.scheme import Scheme
 
@@ -72,56 +75,144 @@ class Passage:
 
 
 @dataclass(frozen=True, eq=False)
-class Context:
-    """Positions of the new tokens, and the modules that layers share.
+class Inputs:
+    """The new tokens of a forward.
 
     Attributes:
-        positions: int64 `[B|1, S]`; `None` while the patch is disabled, which sends every layer to its stock forward.
-        coords: Their coordinates in n dimensions, float `[B|1, S, n]`, where the caller gave some.
+        positions: int64 `[B|1, S]`.
         reach: The largest position, a bound on every distance.
-        real: Mask of the new tokens that are not padding, bool `[B|1, S]`; `None` means all.
-        shared: Holds the schemes that are shared by layers, by group.
-        native_score: Adds the model's own additive encoding to a block of logits, if it has one.
-        native_rotation: Cosines and sines of the model's own rotation at part of its strength, by type of layer (the
-            empty string where there is one rotation); empty at full strength.
-        cut_rotations: Cosines and sines of the rotations of which a share stays, by share, type of layer and device.
-        passes_native_bias: Whether the first layer must compute that encoding for unpatched layers after it.
-        carried: State that the layers of each group hand on, by group; filled between layers, never inside one.
+        real: Mask of tokens that are not padding, bool `[B|1, S]`; `None` means all.
+        coords: Coordinates in n dimensions, float `[B|1, S, n]`, where the caller gave some.
+        packed: Numbers of the sequences that are packed into rows, int64 `[B|1, S]`, 0 at padding; `None` if each row
+            is one sequence.
         ruled: Whether padding and the order of tokens say all about which keys a causal layer sees, windows aside.
-        packed: Numbers of the packed sequences that the new tokens belong to, int64 `[B|1, S]`, 0 at padding; `None` if
-            each row is one sequence.
-        dense: Whether the dense reference runs, which gives weights.
     """
 
-    positions: Tensor | None = None
-    reach: int = 0
-    shared: nn.Module | None = None
-    strength: float = 1.0
-    native_score: Callable[[Tensor, Block], Tensor] | None = None
-    native_strength: float = 1.0
-    native_parameters: tuple[Tensor, ...] = ()
-    native_rotation: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    cut_rotations: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    passes_native_bias: bool = False
+    positions: Tensor
+    reach: int
     real: Tensor | None = None
-    carried: dict[int, Tensor | None] = field(default_factory=dict)
-    passage: Passage | None = None
     coords: Tensor | None = None
     packed: Tensor | None = None
-    dense: bool = False
     ruled: bool = False
+
+    @property
+    def places(self) -> Positions:
+        """Positions and coordinates of the tokens as queries and as keys."""
+        return Positions(self.positions, self.positions, self.coords, self.coords)
+
+
+@dataclass(frozen=True, eq=False)
+class Native:
+    """The model's own encoding, where it is kept.
+
+    Attributes:
+        strength: Strength of it.
+        score: Adds the bias to a block of logits, if there is one.
+        parameters: Trained tensors that `score` reads.
+        passes_bias: Whether the first layer must compute the bias for unpatched layers after it.
+        rotation: Cosines and sines at part of the strength, by type of layer (the empty string where there is one
+            rotation); empty at full strength.
+        shares: Cosines and sines of the rotations of which a share stays, by share, type of layer and device.
+    """
+
+    strength: float = 1.0
+    score: Callable[[Tensor, Block], Tensor] | None = None
+    parameters: tuple[Tensor, ...] = ()
+    passes_bias: bool = False
+    rotation: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    shares: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """What a body hands to its layers.
+
+    Attributes:
+        inputs: The new tokens; `None` while the patch is disabled, which sends every layer to its stock forward.
+        native: The model's own encoding.
+        shared: Holds the schemes that are shared by layers, by group.
+        strength: Strength of the schemes.
+        dense: Whether the dense reference runs, which gives weights.
+        carried: State that the layers of each group hand on, by group; filled between layers, never inside one.
+        passage: The state inside of a layer that carries some.
+    """
+
+    inputs: Inputs | None
+    native: Native  # no default: torch.compile could not make one
+    shared: nn.Module | None = None
+    strength: float = 1.0
+    dense: bool = False
+    carried: dict[int, Tensor | None] = field(default_factory=dict)
+    passage: Passage | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Context:
         """Move what belongs to the tokens, as accelerate does with all inputs of a layer on another device."""
-        if self.positions is None:
+        if self.inputs is None:
             return self
 
         def moved(x: Tensor) -> Tensor:
             return x.to(device, non_blocking=non_blocking)
 
-        real, coords = (None if x is None else moved(x) for x in (self.real, self.coords))
-        rotation = {kind: (moved(cos), moved(sin)) for kind, (cos, sin) in self.native_rotation.items()}
-        return replace(self, positions=moved(self.positions), coords=coords, real=real, native_rotation=rotation)
+        real, coords = (None if x is None else moved(x) for x in (self.inputs.real, self.inputs.coords))
+        inputs = replace(self.inputs, positions=moved(self.inputs.positions), real=real, coords=coords)
+        rotation = {kind: (moved(cos), moved(sin)) for kind, (cos, sin) in self.native.rotation.items()}
+        return replace(self, inputs=inputs, native=replace(self.native, rotation=rotation))
+
+
+# -- the arguments of a forward ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What the arguments of a forward say about its new tokens.
+
+    Attributes:
+        batch: Number of rows.
+        length: Number of new tokens.
+        device: Device of the tokens.
+        past: Number of tokens in the cache; a static cache counts in a tensor.
+        mask: The `attention_mask`, 2-D or 4-D; `None` where there is none, or one for each type of layer.
+        ruled: Whether no mask but one for padding was given.
+        given: Positions that the caller passed.
+        samples: Result of `stated_samples`.
+        real: Result of `real_tokens`.
+    """
+
+    batch: int
+    length: int
+    device: torch.device
+    past: int | Tensor = 0
+    mask: Tensor | None = None
+    ruled: bool = True
+    given: Tensor | None = None
+    samples: Mapping[str, Tensor] = field(default_factory=dict)
+    real: Tensor | None = None
+
+    @property
+    def placed(self) -> bool:
+        """Whether the caller said where tokens are, by positions or by samples."""
+        return self.given is not None or bool(self.samples)
+
+    def may_be_packed(self) -> bool:
+        """Whether rows may hold several sequences: the caller said where tokens are, and nothing came before."""
+        # A graph cannot read how much a static cache holds, and takes rows with a mask for padded.
+        readable = not torch.compiler.is_compiling() or (isinstance(self.past, int) and self.mask is None)
+        return self.ruled and self.placed and self.length > 1 and readable and bool(self.past == 0)
+
+
+def read(
+    call: dict[str, Any], tokens: Tensor, past: int | Tensor, given: Tensor | None, real: Tensor | None = None
+) -> Request:
+    """Check the mask of a forward, take the numbers of packed samples out of its arguments, and tell real tokens."""
+    stated = call.get("attention_mask")
+    # A dict has the masks of generation, one for each type of layer.
+    mask = None if isinstance(stated, dict) else stated
+    ruled = stated is None or (mask is not None and mask.ndim == 2)
+    check_mask(mask)
+    request = Request(*tokens.shape[:2], tokens.device, past, mask, ruled, given)
+    check_length(request, counts=given is None)
+    samples = stated_samples(call, request)
+    return replace(request, samples=samples, real=real_tokens(mask, past, request.length) if real is None else real)
 
 
 def check_tensors(call: Mapping[str, Any]) -> None:
@@ -186,11 +277,12 @@ def check_mask(mask: Tensor | None) -> None:
         )
 
 
-def check_length(mask: Tensor | None, past: int | Tensor, batch: int, length: int, *, counts: bool) -> None:
+def check_length(request: Request, *, counts: bool) -> None:
     """Raise `PositionError` unless a 2-D mask has an entry for each token, in the cache or new.
 
     How much a static cache holds is read only if the mask `counts` tokens: else the device would wait for nothing.
     """
+    mask, past, batch, length = request.mask, request.past, request.batch, request.length
     if mask is None or mask.ndim != 2 or not (isinstance(past, int) or (counts and not torch.compiler.is_compiling())):
         return
     first = int(past)
@@ -216,13 +308,11 @@ def real_tokens(mask: Tensor | None, past: int | Tensor, length: int) -> Tensor 
 # -- packed rows -----------------------------------------------------------------------------------------------------
 
 
-def stated_samples(
-    call: dict[str, Any], mask: Tensor | None, past: int | Tensor, batch: int, length: int, device: torch.device
-) -> dict[str, Tensor]:
-    """Take what says where packed samples begin out of the arguments of a forward.
+def stated_samples(call: dict[str, Any], request: Request) -> dict[str, Tensor]:
+    """Take the arguments of a forward that say where packed samples begin.
 
-    That is `cu_seq_lens_q` and `cu_seq_lens_k`, ends of samples for kernels that read no mask; `seq_idx`, numbers from
-    0 on; or a 2-D `mask` of numbers from 1 on, of which a traced graph does not tell.
+    These are `cu_seq_lens_q` and `cu_seq_lens_k`, ends of samples for kernels that read no mask; `seq_idx`, numbers
+    from 0 on; or a 2-D mask of numbers from 1 on, of which a traced graph does not tell.
 
     Returns:
         The numbers of samples by each argument, which never fall within a row, int64 `[B, S]`.
@@ -231,6 +321,8 @@ def stated_samples(
         PositionError: An argument does not fit the inputs.
         CacheError: Tokens are in the cache already.
     """
+    mask, past, batch, length = request.mask, request.past, request.batch, request.length
+    device = request.device
     given = {name: call.pop(name, None) for name in STARTS}
     found, traced = {}, torch.compiler.is_compiling()
     for name, ends in given.items():
@@ -347,25 +439,29 @@ def is_this_thread(number: int) -> bool:
     return number in (0, this_thread()) or torch.compiler.is_compiling()
 
 
-def resolve_positions(
-    given: Tensor | None, mask: Tensor | None, past: int | Tensor, batch: int, length: int, device: torch.device
-) -> Tensor:
+def resolve_positions(request: Request, counted: Tensor | None = None) -> Tensor:
     """Return the positions of the new tokens, int64 `[B|1, S]`; one row where all rows agree.
 
-    Explicit positions win. Otherwise a 2-D padding mask is counted, so that the first real token of a left-padded row
+    Explicit positions win. Otherwise the real tokens of stated samples are counted; otherwise the model counts in a way
+    of its own (`counted`). Otherwise a 2-D padding mask is counted, so that the first real token of a left-padded row
     is at 0 (transformers does that in `generate` only). Otherwise tokens follow what is in the cache.
 
     Raises:
         PositionError: The positions do not fit the inputs.
     """
+    batch, length, device, past, mask = request.batch, request.length, request.device, request.past, request.mask
     traced = torch.compiler.is_compiling()
-    if given is not None:
-        if given.ndim != 2 or given.shape[1] != length or given.shape[0] not in (1, batch):
+    if request.given is not None:
+        counted = request.given
+    elif request.samples:
+        counted = counted_within(next(iter(request.samples.values())), request.real)
+    if counted is not None:
+        if counted.ndim != 2 or counted.shape[1] != length or counted.shape[0] not in (1, batch):
             raise PositionError(
-                f"Got position_ids of shape {list(given.shape)}; expected [{batch} or 1, {length}], one per input "
+                f"Got position_ids of shape {list(counted.shape)}; expected [{batch} or 1, {length}], one per input "
                 "token."
             )
-        positions = given.to(device=device, dtype=torch.long)
+        positions = counted.to(device=device, dtype=torch.long)
         if not traced and positions.numel() and int(positions.min()) < 0:
             raise PositionError(f"Got position {int(positions.min())}; positions count from 0.")
         if not traced and positions.numel() and int(positions.max()) > LARGEST_COUNT:

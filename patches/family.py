@@ -31,7 +31,7 @@ from hf_posenc.patches.architecture import (
 from hf_posenc.patches.attention import CONTEXT, PosencAttention
 from hf_posenc.patches.body import PosencBody
 from hf_posenc.patches.checkpoint import PosencConfig
-from hf_posenc.patches.context import Context, Switch
+from hf_posenc.patches.context import Context, Native, Switch
 from hf_posenc.patches.layer import PosencLayer
 from hf_posenc.patches.models import PosencGenerator, PosencModel
 from hf_posenc.patches.probe import (
@@ -83,18 +83,18 @@ class RotaryBody(PosencBody):
         native = self.posenc_strengths.native
         if native != 1:
             # Passed separately, since layers without a scheme need the rotation at full strength.
-            assert context.positions is not None
-            inputs, found = call.get("inputs_embeds"), {}
+            assert context.inputs is not None
+            positions, inputs, found = context.inputs.positions, call.get("inputs_embeds"), {}
             kinds = dict.fromkeys(self.config.layer_types if kinds_vary(type(self.rotary_emb)) else [""])
             if inputs is None:  # of these only device and dtype count, and some bodies take ids only
-                inputs = self.get_input_embeddings().weight.new_empty(0, device=context.positions.device)
+                inputs = self.get_input_embeddings().weight.new_empty(0, device=positions.device)
             for kind in kinds:
-                cos, sin = self.rotary_emb(inputs, context.positions * native, **of_kind(kind))
+                cos, sin = self.rotary_emb(inputs, positions * native, **of_kind(kind))
                 # Some types of rotation (YaRN) also make queries and keys longer.
                 whole = getattr(self.rotary_emb, f"{kind}_attention_scaling" if kind else "attention_scaling")
                 length = (1 + native * (whole - 1)) / whole
                 found[kind] = (cos * length, sin * length)
-            context = replace(context, native_rotation=found, native_strength=native)
+            context = replace(context, native=Native(rotation=found, strength=native))
         return super().hand_down(call, context)
 
 
@@ -168,7 +168,8 @@ class TableBody(PosencBody):
         return ((ids != padding).long().cumsum(-1) - 1).clamp_min(0) + past
 
     def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
-        table, reach = table_of(self), context.reach
+        assert context.inputs is not None
+        table, reach = table_of(self), context.inputs.reach
         rows = table.num_embeddings - first_row(table)
         # A traced graph has no numbers.
         if reach >= rows and not torch.compiler.is_compiling() and not getattr(table, "posenc_removed", False):

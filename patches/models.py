@@ -32,7 +32,15 @@ from hf_posenc.patches.atomic_files import saving
 from hf_posenc.patches.attention import check_backend
 from hf_posenc.patches.body import REAL, tokens_in, with_signature_of
 from hf_posenc.patches.cache import cache_of
-from hf_posenc.patches.context import Mixin, check_length, real_tokens, resolve_positions, sequences, stated_samples
+from hf_posenc.patches.context import (
+    Mixin,
+    Request,
+    check_length,
+    real_tokens,
+    resolve_positions,
+    sequences,
+    stated_samples,
+)
 from hf_posenc.patches.record import Native
 from hf_posenc.patches.surgery import Sites
 from hf_posenc.scheme import Scheme
@@ -308,14 +316,15 @@ class PosencGenerator(PosencModel, Mixin):
         (batch, length), past = inputs.shape[:2], tokens_in(cache)
         if mask is not None and mask.ndim == 2 and call.get(f"{prefix}attention_mask") is not mask:
             # For a static cache it is 4-D by now, which does not tell what is padding.
-            check_length(mask, past, batch, length, counts=True)
+            request = Request(batch, length, inputs.device, past, mask)
+            check_length(request, counts=True)
             real = real_tokens(mask, past, length)
             if real is not None:
                 call[REAL] = real
             if call.get(f"{prefix}position_ids") is None:
-                positions = resolve_positions(None, mask, past, batch, length, inputs.device)
+                positions = resolve_positions(request)
                 call[f"{prefix}position_ids"] = positions + of_model(self).first_position(self)
-            stated = {} if past else stated_samples({}, mask, past, batch, length, inputs.device)
+            stated = {} if past else stated_samples({}, request)
             if not past and sequences(call[f"{prefix}position_ids"], real, stated) is not None:
                 raise CacheError(
                     "Got packed sequences, with which a static cache cannot go on. Use a row for each sequence."

@@ -103,7 +103,7 @@ class FamilyAttention(PosencAttention):
 
     def attend(self, context: Context, hidden: Tensor, call: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         cache = None if self.posenc_cache is None else call.get(self.posenc_cache)
-        rotation, rotate = context.native_rotation.get(self.posenc_kind, call.get("position_embeddings")), None
+        rotation, rotate = context.native.rotation.get(self.posenc_kind, call.get("position_embeddings")), None
         if rotation is not None and self.posenc_rotates:
             if self.posenc_share is not None:
                 rotation = self._shared_rotation(context, rotation)
@@ -145,10 +145,10 @@ class FamilyAttention(PosencAttention):
     def _shared_rotation(self, context: Context, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines of the share that stays, computed once for the layers that have the same."""
         key = (self.posenc_share, self.posenc_kind, rotation[0].device)
-        if key not in context.cut_rotations:
+        if key not in context.native.shares:
             assert self.posenc_share is not None
-            context.cut_rotations[key] = self.posenc_share.of(*rotation, self.posenc_step, context.native_strength)
-        return context.cut_rotations[key]
+            context.native.shares[key] = self.posenc_share.of(*rotation, self.posenc_step, context.native.strength)
+        return context.native.shares[key]
 
     def by_stock_forward(self, hidden: Tensor, call: dict[str, Any], then: _Then) -> tuple[Tensor, Tensor | None]:
         """Call the stock forward without rotation and cache, and with the next step after projection."""

@@ -16,7 +16,7 @@ from hf_posenc.operands import Geometry, NativeTable, check_coords
 from hf_posenc.patches.architecture import embedding_rms, refuse_changed, weight_of
 from hf_posenc.patches.attention import CONTEXT
 from hf_posenc.patches.body import COORDS, PosencBody
-from hf_posenc.patches.context import Context, Switch, is_this_thread, real_tokens, refuse_samples, this_thread
+from hf_posenc.patches.context import Context, Inputs, Switch, is_this_thread, real_tokens, refuse_samples, this_thread
 from hf_posenc.patches.family import Family, add_family
 
 
@@ -71,7 +71,7 @@ class ViTBody(PosencBody):
             coords = grid_coords(rows, columns, pixels.device)
         positions = torch.arange(length, device=pixels.device)[None]
         real = real_tokens(call.get("attention_mask"), 0, length)
-        return self.hand_down(call, self.context(call, positions, length - 1, real, coords))
+        return self.hand_down(call, self.context(call, Inputs(positions, length - 1, real, coords)))
 
     def grid(self, pixels: Tensor) -> tuple[int, int]:
         """Return the numbers of rows and columns of patches."""

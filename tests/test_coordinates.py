@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 import hf_posenc
 from hf_posenc.coordinates import grid, join, stack
 from hf_posenc.errors import PositionError
-from hf_posenc.patches.context import Context
+from hf_posenc.patches.context import Context, Inputs, Native
 from hf_posenc.patches.models import continued
 
 LANGUAGES = ("llama", "gpt2", "t5")
@@ -159,8 +159,11 @@ def test_gradient_checkpointing_sees_the_same_coordinates(architecture: str) -> 
 
 
 def test_coordinates_move_with_the_context() -> None:
-    context = Context(positions=torch.arange(9)[None], coords=torch.rand(1, 9, 2))
-    assert context.to(torch.device("meta")).coords.is_meta
+    context = Context(Inputs(torch.arange(9)[None], 8, coords=torch.rand(1, 9, 2)), Native())
+    moved = context.to(torch.device("meta")).inputs
+    assert moved is not None
+    assert moved.coords is not None
+    assert moved.coords.is_meta
 
 
 def test_layers_that_accelerate_moves_get_the_coordinates() -> None:

@@ -195,7 +195,7 @@ def _see(model: PreTrainedModel, inputs: Mapping[str, Mapping[str, Tensor]]) -> 
         scheme = surgery.scheme_of(body, module)
         shared: Any = getattr(body._modules.get(surgery.SHARED), str(module.posenc_group), None)
         tokens = Tokens(
-            positions=Positions(context.positions, context.positions, context.coords, context.coords),
+            positions=context.inputs.places,
             hidden=hidden.double(),
             # Read now: the layer replaces it by what it hands on.
             carried=None if context.passage is None else context.passage.carried,
