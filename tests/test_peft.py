@@ -20,10 +20,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file, save_file
-from transformers import Trainer
+from transformers import AutoModelForCausalLM, Trainer
 
 import hf_posenc
 from hf_posenc import CheckpointError, NotPatchedError, OptionError, PosencLoraConfig, RecipeError
+from hf_posenc.patches import identity
 from hf_posenc.recipes.schema.recipe import Adapter
 from hf_posenc.recipes.training.adapter import attach, check_targets, quantization
 
@@ -83,24 +84,9 @@ def test_a_plain_trainer_adapts_and_resumes(config: str, tmp_path: Path) -> None
     assert torch.equal(logits(loaded, "llama", ids), logits(run.model.eval(), "llama", ids))
 
 
-# -- plain configurations of every kind --------------------------------------------------------------------------------
+# -- plain LoRA, which carries the schemes -----------------------------------------------------------------------------
 
 TWO: Any = {"target_modules": ["q_proj", "v_proj"]}
-KINDS: dict[str, Any] = {
-    "LoRA": lambda: LoraConfig(**TWO),
-    "DoRA": lambda: LoraConfig(use_dora=True, **TWO),
-    "IA3": lambda: peft.IA3Config(),
-    "AdaLoRA": lambda: peft.AdaLoraConfig(total_step=9, **TWO),
-    "LoHa": lambda: peft.LoHaConfig(**TWO),
-    "LoKr": lambda: peft.LoKrConfig(**TWO),
-    "OFT": lambda: peft.OFTConfig(oft_block_size=4, **TWO),
-    "VeRA": lambda: peft.VeraConfig(**TWO),
-    "LN tuning": lambda: peft.LNTuningConfig(),
-    "trainable tokens": lambda: peft.TrainableTokensConfig(token_indices=[1, 2, 30]),
-    "prompt tuning": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-    "p-tuning": lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8),
-}
-PROMPTS = "prompt tuning", "p-tuning"
 
 
 def plain(scheme: str = "alibi") -> Any:
@@ -133,84 +119,70 @@ for folder in folders:
 """
 
 
-@pytest.mark.grid  # it starts processes; the tests below load every kind here
-def test_every_kind_in_fresh_processes(tmp_path: Path) -> None:
+@pytest.mark.grid  # it starts processes
+def test_adapters_load_in_fresh_processes_and_only_with_this_package(tmp_path: Path) -> None:
     ids, wanted = tokens("llama", 2, 12), {}
     save_file({"input_ids": ids}, tmp_path / "ids")
     stock("llama").save_pretrained(tmp_path / "base")
-    makers = {kind: ("alibi", config) for kind, config in KINDS.items()}
-    makers["scheme"] = ("kerple", lambda: PosencLoraConfig(target_modules=[]))
-    for kind, (scheme, config) in makers.items():
-        model = moved(get_peft_model(plain(scheme), config()), 0.05, only="")
+    for kind, scheme, config in (
+        ("LoRA", "alibi", LoraConfig(**TWO)),
+        ("DoRA", "alibi", LoraConfig(use_dora=True, **TWO)),
+        ("scheme", "kerple", PosencLoraConfig(target_modules=[])),
+    ):
+        model = moved(get_peft_model(plain(scheme), config), 0.05, only="")
         wanted[tmp_path / kind] = logits(model, "llama", ids)
         for folder in (tmp_path / kind, tmp_path / f"{kind} edited"):
             model.save_pretrained(folder)
         file = folder / "adapter_config.json"
-        found = json.loads(file.read_text())
-        found["peft_type"] = found["peft_type"].partition(":")[0].removeprefix("HF_POSENC_")  # one of PEFT's
-        file.write_text(json.dumps(found))
+        file.write_text(json.dumps({**json.loads(file.read_text()), "peft_type": "LORA"}))
 
-    refusals: list[str] = []
-
-    def refused(start: str, ways: str, folders: Any) -> int:
+    def refusals(start: str, ways: str, folders: Any) -> list[str]:
         script = LOAD_ALL.format(start=start, ways=ways)
         places = [str(path) for path in (tmp_path / "base", tmp_path / "ids", *folders)]
-        command = [sys.executable, "-W", "ignore", "-c", script, *places]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-W", "ignore", "-c", script, *places], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
-        refusals[:] = [line for line in done.stdout.splitlines() if line.startswith("REFUSED")]
-        return len(refusals)
+        return [line for line in done.stdout.splitlines() if line.startswith("REFUSED")]
 
-    model = "AutoModelForCausalLM.from_pretrained(base)"
-    onto = f"{model} if 'scheme' in folder else hf_posenc.patch({model}, 'alibi')"
+    onto = "lambda folder: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)"
     # Elsewhere hf_posenc is imported first.
-    assert refused("import hf_posenc", f"[lambda folder: PeftModel.from_pretrained({onto}, folder)]", wanted) == 0
+    assert refusals("import hf_posenc", f"[{onto}]", wanted) == []
     for folder, expected in wanted.items():
         assert torch.equal(load_file(folder / "out")["logits"], expected), folder
     both = [*wanted, *(folder.with_name(f"{folder.name} edited") for folder in wanted)]
-    ways = f"[AutoModelForCausalLM.from_pretrained, lambda folder: PeftModel.from_pretrained({model}, folder)]"
-    assert refused("", ways, both) == 2 * len(both)
-    assert all("import hf_posenc" in line for line in refusals)
+    found = refusals("", f"[AutoModelForCausalLM.from_pretrained, {onto}]", both)
+    assert len(found) == 2 * len(both)
+    assert all("import hf_posenc" in line for line in found)
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_a_plain_adapter_goes_onto_its_schemes_only(kind: str, tmp_path: Path) -> None:
-    ids = tokens("llama", 2, 12)
-    config = KINDS[kind]()
+@pytest.mark.parametrize("dora", [False, True])
+def test_plain_lora_carries_its_schemes(dora: bool, tmp_path: Path) -> None:
+    ids, config = tokens("llama", 2, 12), LoraConfig(use_dora=dora, **TWO)
     model = moved(get_peft_model(plain(), config), 0.05, only="")
     wanted = logits(model, "llama", ids)
     model.save_pretrained(tmp_path)
-    found = json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"]
-    assert found.startswith(f"HF_POSENC_{config.peft_type.value}: run `import hf_posenc`")
-    # The scheme has no weights, so a stock model can be converted for what goes into it.
-    other, base = plain("nope"), stock("llama")
+    other = plain("nope")
     before = logits(other, "llama", ids)
     with pytest.raises(OptionError, match="trained with the schemes 'alibi', and the model has 'nope'"):
         PeftModel.from_pretrained(other, tmp_path)
     assert torch.equal(logits(other, "llama", ids), before)
-    if kind in PROMPTS:
-        with pytest.raises(NotPatchedError, match="trained with the schemes 'alibi', and the model has none"):
-            PeftModel.from_pretrained(base, tmp_path)
-        assert type(base).__name__ == "LlamaForCausalLM"
-    else:
+    # The scheme has no weights, so a stock model can be converted.
+    for base in (stock("llama"), plain()):
         assert torch.equal(logits(PeftModel.from_pretrained(base, tmp_path).eval(), "llama", ids), wanted)
     # What was given makes adapters of other schemes, and is PEFT's own, which makes an ordinary one of a stock model.
-    config.base_model_name_or_path = None
-    get_peft_model(plain("nope"), config).save_pretrained(tmp_path / "nope")
+    for base, folder in ((plain("nope"), tmp_path / "nope"), (stock("llama"), tmp_path / "stock")):
+        config.base_model_name_or_path = None
+        again = get_peft_model(base, config)
+        again.save_pretrained(folder)
     PeftModel.from_pretrained(plain("nope"), tmp_path / "nope")
-    config.base_model_name_or_path = None
-    again = get_peft_model(stock("llama"), config)
-    again.save_pretrained(tmp_path / "stock")
-    assert type(config).__module__.startswith("peft.")
-    assert json.loads((tmp_path / "stock" / "adapter_config.json").read_text())["peft_type"] == config.peft_type.value
-    assert type(again.base_model).__module__.startswith(("peft.", "transformers."))
+    assert type(config) is LoraConfig
+    assert json.loads((tmp_path / "stock" / "adapter_config.json").read_text())["peft_type"] == "LORA"
+    assert type(again.base_model) is peft.LoraModel
     PeftModel.from_pretrained(stock("llama"), tmp_path / "stock")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in (*PROMPTS, "VeRA")])
-def test_a_plain_adapter_of_a_scheme_with_weights(kind: str, tmp_path: Path) -> None:
+def test_plain_lora_on_a_scheme_with_weights_needs_these_weights(tmp_path: Path) -> None:
     ids = tokens("llama", 2, 12)
-    model = moved(get_peft_model(plain("fire"), KINDS[kind]()), 0.05, only="")
+    model = moved(get_peft_model(plain("fire"), LoraConfig(**TWO)), 0.05, only="")
     model.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(plain("fire"), tmp_path).eval()
     assert torch.equal(logits(loaded, "llama", ids), logits(model, "llama", ids))
@@ -220,43 +192,6 @@ def test_a_plain_adapter_of_a_scheme_with_weights(kind: str, tmp_path: Path) -> 
     assert type(base).__name__ == "LlamaForCausalLM"
     with pytest.raises(CheckpointError, match=r"other weights .*rest differ"):
         PeftModel.from_pretrained(moved(plain("fire"), only=""), tmp_path)
-
-
-# What the defaults of a kind do not have, or do not fit: sizes for the tiny model.
-NEEDED: dict[str, dict[str, Any]] = {
-    "ADALORA": {"total_step": 9}, "OFT": {"oft_block_size": 4}, "BOFT": {"boft_block_size": 4},
-    "C3A": {"block_size": 4}, "P_TUNING": {"encoder_hidden_size": 8},
-    "VBLORA": {"num_vectors": 16, "vector_length": 4, "r": 2},
-    "HRA": {"r": 4}, "FOURIERFT": {"n_frequency": 8}, "IA3": {"feedforward_modules": []}, "RANDLORA": {"r": 4},
-    "SHIRA": {"r": 2}, "ROAD": {"group_size": 4}, "TRAINABLE_TOKENS": {"token_indices": [1, 2, 30]},
-    "CPT": {"cpt_token_ids": [1, 2, 3], "cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 2, 2]},
-}  # fmt: skip
-# Kinds that replace attentions or fill the cache without positions, and are refused; that need other packages or
-# several tasks; and that build a smaller model from the config.
-LEFT_OUT = {
-    "ADAPTION_PROMPT", "PREFIX_TUNING", "CARTRIDGE", "ADAMSS", "POLY", "MULTITASK_PROMPT_TUNING", "XLORA", "SHADOW",
-}  # fmt: skip
-EVERY = [kind.value for kind in peft.PeftType if kind.value not in LEFT_OUT and kind in PEFT_TYPE_TO_CONFIG_MAPPING]
-
-
-@pytest.mark.grid  # a part of it runs above
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("kind", EVERY)
-def test_every_kind_trains_and_is_saved_and_loaded(kind: str, tmp_path: Path) -> None:
-    ids, given = tokens("llama", 2, 12), NEEDED.get(kind, {})
-    maker: Any = PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind)]
-    known = maker.__dataclass_fields__
-    given |= TWO if "target_modules" in known and kind not in ("TRAINABLE_TOKENS", "LN_TUNING") else {}
-    given |= {"num_virtual_tokens": 3} if "num_virtual_tokens" in known and kind != "CPT" else {}
-    model = get_peft_model(plain(), maker(task_type="CAUSAL_LM", **given))
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    loss(model, "llama", tokens("llama", 2, 19)).backward()
-    optimizer.step()
-    wanted = logits(model.eval(), "llama", ids)
-    start = logits(plain(), "llama", ids)
-    assert wanted.shape != start.shape or not torch.equal(wanted, start)
-    model.save_pretrained(tmp_path)
-    assert torch.equal(logits(PeftModel.from_pretrained(plain(), tmp_path).eval(), "llama", ids), wanted)
 
 
 def test_a_second_plain_adapter_is_bound_too(tmp_path: Path) -> None:
@@ -275,6 +210,93 @@ def test_a_second_plain_adapter_is_bound_too(tmp_path: Path) -> None:
     with pytest.raises(NotPatchedError, match="and the model has none"):
         other.load_adapter(tmp_path / "second", "second")
     assert (list(other.peft_config), [name for name, _ in other.named_modules()]) == (["default"], names)
+
+
+# -- other kinds, which are PEFT's own ---------------------------------------------------------------------------------
+
+# What the defaults of a kind do not have, or do not fit: sizes for the tiny model.
+NEEDED: dict[str, dict[str, Any]] = {
+    "ADALORA": {"total_step": 9}, "OFT": {"oft_block_size": 4}, "BOFT": {"boft_block_size": 4},
+    "C3A": {"block_size": 4}, "P_TUNING": {"encoder_hidden_size": 8},
+    "VBLORA": {"num_vectors": 16, "vector_length": 4, "r": 2},
+    "HRA": {"r": 4}, "FOURIERFT": {"n_frequency": 8}, "IA3": {"feedforward_modules": []}, "RANDLORA": {"r": 4},
+    "SHIRA": {"r": 2}, "ROAD": {"group_size": 4}, "TRAINABLE_TOKENS": {"token_indices": [1, 2, 30]},
+    "CPT": {"cpt_token_ids": [1, 2, 3], "cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 2, 2]},
+    "ADAPTION_PROMPT": {"adapter_len": 2, "adapter_layers": 1},
+}  # fmt: skip
+# Kinds that fill the cache without positions, and are refused; that need other packages or several tasks; and that
+# build a smaller model from the config.
+LEFT_OUT = {"PREFIX_TUNING", "CARTRIDGE", "ADAMSS", "POLY", "MULTITASK_PROMPT_TUNING", "XLORA", "SHADOW"}
+EVERY = [kind.value for kind in peft.PeftType if kind.value not in LEFT_OUT and kind in PEFT_TYPE_TO_CONFIG_MAPPING]
+FEW = {"LORA", "IA3", "LN_TUNING", "PROMPT_TUNING", "ADALORA"}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    "kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.grid) for kind in EVERY]
+)
+def test_every_kind_trains_and_is_saved_and_loaded(kind: str, tmp_path: Path) -> None:
+    ids, given = tokens("llama", 2, 12), NEEDED.get(kind, {})
+    maker: Any = PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind)]
+    known = maker.__dataclass_fields__
+    given |= (
+        TWO if "target_modules" in known and kind not in ("TRAINABLE_TOKENS", "LN_TUNING", "ADAPTION_PROMPT") else {}
+    )
+    given |= {"num_virtual_tokens": 3} if "num_virtual_tokens" in known and kind != "CPT" else {}
+    model = get_peft_model(plain(), maker(task_type="CAUSAL_LM", **given))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    loss(model, "llama", tokens("llama", 2, 19)).backward()
+    optimizer.step()
+    wanted = logits(model.eval(), "llama", ids)
+    start = logits(plain(), "llama", ids)
+    assert wanted.shape != start.shape or not torch.equal(wanted, start)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(PeftModel.from_pretrained(plain(), tmp_path).eval(), "llama", ids), wanted)
+    if kind == "LORA":
+        return
+    # It is PEFT's, without the embeddings, and names no stock model as its base.
+    assert type(model.base_model).__module__.startswith("peft.") or model.peft_config["default"].is_prompt_learning
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["base_model_name_or_path"]) == (kind, identity.UNSAVED)
+    assert str(DIRECTORIES["llama"]) not in (tmp_path / "README.md").read_text()
+    if kind != "TRAINABLE_TOKENS":
+        assert not any("embed_tokens" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+    with pytest.raises(CheckpointError, match=r"was not saved\. Save it and load the folder"):
+        peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_another_kind_goes_onto_a_converted_checkpoint_by_its_name(tmp_path: Path) -> None:
+    ids = tokens("llama", 2, 12)
+    plain("fire").save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = moved(get_peft_model(base, peft.IA3Config(task_type="CAUSAL_LM")), 0.05, only="")
+    assert sorted(model.targeted_module_names) == sorted(
+        get_peft_model(stock("llama"), peft.IA3Config()).targeted_module_names
+    )
+    model.save_pretrained(tmp_path / "adapter")
+    assert not list((tmp_path / "adapter").glob("*.bin"))
+    del base
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    frozen = {name: p for name, p in model.named_parameters() if "ia3" not in name}
+    loaded.load_state_dict(frozen, strict=False)  # `moved` changed the base as well
+    assert torch.equal(logits(loaded, "llama", ids), logits(model, "llama", ids))
+
+
+def test_adapters_of_another_kind_with_schemes_are_refused(tmp_path: Path) -> None:
+    get_peft_model(plain(), peft.IA3Config()).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    config = {**json.loads(file.read_text()), "posenc": {}, "base_weights": {}}
+    for kind in (
+        "HF_POSENC_IA3",
+        "HF_POSENC_IA3: run `import hf_posenc` (pip install hf-posenc) before this adapter is loaded",
+    ):
+        file.write_text(json.dumps({**config, "peft_type": kind}))
+        for base in (stock("llama"), plain()):
+            with pytest.raises(CheckpointError, match="adapter of type IA3 with its scheme, and only LoRA has one now"):
+                PeftModel.from_pretrained(base, tmp_path)
+
+
+# -- weights of schemes in adapters ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -312,11 +334,6 @@ def test_adapters_without_scheme_weights_share_a_batch() -> None:
         torch.testing.assert_close(logits(model, "llama", ids)[row], both[row])
 
 
-def test_no_adapter_takes_the_place_of_attentions() -> None:
-    with pytest.raises(OptionError, match="AdaptionPromptModel replaces attentions by layers of its own"):
-        get_peft_model(plain(), peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1, task_type="CAUSAL_LM"))
-
-
 def test_only_an_adapter_of_the_same_scheme_is_swapped_in(tmp_path: Path) -> None:
     for scheme in ("alibi", "nope"):
         get_peft_model(plain(scheme), LoraConfig(init_lora_weights=False, **TWO)).save_pretrained(tmp_path / scheme)
@@ -324,23 +341,19 @@ def test_only_an_adapter_of_the_same_scheme_is_swapped_in(tmp_path: Path) -> Non
     hotswap_adapter(model, str(tmp_path / "alibi"), "default")
     with pytest.raises(ValueError, match="incompatible: for posenc"):
         hotswap_adapter(model, str(tmp_path / "nope"), "default")
-    for base, scheme in (
-        ("alibi", "alibi"),
-        ("fire", "fire"),
-        ("alibi", "fire"),
-    ):  # with all of a scheme in the adapter
-        whole = get_peft_model(plain(scheme), PosencLoraConfig(init_lora_weights=False, **TWO))
-        whole.save_pretrained(tmp_path / "whole")
-        if base == scheme == "fire":
-            model = PeftModel.from_pretrained(stock("llama"), tmp_path / "whole")
-        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        with pytest.raises(OptionError, match=r"hotswap_adapter: PEFT swaps .*load_adapter"):
-            hotswap_adapter(model, str(tmp_path / "whole"), "default")
+    # PEFT swaps no weights of schemes.
+    for base in ("fire", "kerple"):
+        get_peft_model(plain(base), PosencLoraConfig(init_lora_weights=False, **TWO)).save_pretrained(tmp_path / base)
+    model = PeftModel.from_pretrained(stock("llama"), tmp_path / "fire")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for base in ("fire", "kerple"):
+        with pytest.raises((KeyError, ValueError)):
+            hotswap_adapter(model, str(tmp_path / base), "default")
         assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_patched_models_with_adapters_are_copied_and_pickled() -> None:
-    model = get_peft_model(plain(), peft.IA3Config())
+    model = get_peft_model(plain(), LoraConfig(**TWO))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(other.base_model) is type(model.base_model)
         assert other.peft_config["default"].posenc == model.peft_config["default"].posenc
