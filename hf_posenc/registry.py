@@ -1,4 +1,4 @@
-"""The registry of schemes: names, classes and facts; checks of options; descriptions."""
+"""The registry of schemes: names and classes; checks of classes and options; descriptions."""
 
 import functools
 import importlib
@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from hf_posenc.addons import Composite, options_of
-from hf_posenc.errors import DirectionError, OptionError, UnknownSchemeError, shown, suggest
+from hf_posenc.errors import DirectionError, OptionError, PosencError, UnknownSchemeError, shown, suggest
 from hf_posenc.facts import Adaptation
 from hf_posenc.operands import LARGEST_COUNT, LARGEST_NUMBER, SMALLEST_NUMBER, Geometry, is_count, is_number
 from hf_posenc.scheme import Direction, Scheme, option_names
@@ -25,6 +25,9 @@ from hf_posenc.scheme import Direction, Scheme, option_names
 _LARGEST_TENSOR = 2**30
 # The option of every scheme that none has to declare.
 _WINDOW = "window"
+FAMILIES = ("absolute", "add-on", "additive", "content-relative", "contextual", "rotary")
+# Fields of `Facts` that were methods of a scheme.
+_IN_FACTS = ("cautions", "end_of_positions", "starts_exact", "start_tolerance", "state_bytes", "weights_sum_to_one")
 _FILLS = {"uniform_", "normal_", "constant_", "kaiming_uniform_", "fill_", "zero_"}
 _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
 
@@ -135,23 +138,21 @@ def register_scheme(
         usual: Whether `hf-posenc compare` takes the scheme by default; for good results after short trainings.
 
     Raises:
-        OptionError: The name is taken, the class is not a `Scheme`, or an option has no type.
+        OptionError: The name is taken, there is no such family, the class is not a `Scheme`, an option has no type or
+            default or is not stored, or the start reads numbers.
     """
 
     def decorate(cls: SchemeClass) -> SchemeClass:
         if not (isinstance(cls, type) and issubclass(cls, Scheme)):
             raise OptionError(f"register_scheme({name!r}): expected a subclass of hf_posenc.Scheme, got {cls!r}.")
-        parameters = inspect.signature(cls.__init__).parameters
-        untyped = [option for option in option_names(cls) if parameters[option].annotation is inspect.Parameter.empty]
-        if untyped:
+        if family not in FAMILIES:
+            known = suggest(str(family), FAMILIES)
+            raise OptionError(f"register_scheme({name!r}): there is no family {shown(family)}. {known}")
+        _check_class(name, cls, causal="causal" in directions)
+        taken = _SCHEMES.get(name)
+        if taken is not None:
             raise OptionError(
-                f"register_scheme({name!r}): the option {untyped[0]!r} has no type, by which its values are checked. "
-                "Annotate it."
-            )
-        known = _SCHEMES.get(name)
-        if known is not None:
-            raise OptionError(
-                f"register_scheme({name!r}): the name is taken by {known.cls.__module__}.{known.cls.__qualname__}. "
+                f"register_scheme({name!r}): the name is taken by {taken.cls.__module__}.{taken.cls.__qualname__}. "
                 "Choose another name."
             )
         cls.name, cls.directions = name, directions
@@ -159,6 +160,40 @@ def register_scheme(
         return cls
 
     return decorate
+
+
+def _check_class(name: str, cls: type[Scheme], *, causal: bool) -> None:
+    """Raise `OptionError` if the options of a class, or its start, are not as `build` and checkpoints need them."""
+    for option in option_names(cls):
+        parameter = inspect.signature(cls.__init__).parameters[option]
+        for what, field in (("type, by which its values are checked", "annotation"), ("default", "default")):
+            if getattr(parameter, field) is inspect.Parameter.empty:
+                raise OptionError(
+                    f"register_scheme({name!r}): the option {option!r} has no {what}. Write it as name: type = value."
+                )
+    moved = [old for old in _IN_FACTS if hasattr(cls, old)]
+    if moved:
+        raise OptionError(
+            f"register_scheme({name!r}): nothing calls the method {moved[0]}(). Return the value in facts()."
+        )
+    geometry = Geometry(heads=4, kv_heads=4, head_dim=16, hidden_size=64, causal=causal, max_positions=64)
+    try:
+        # As transformers does, which loads the weights afterwards.
+        with torch.device("meta"), _Making(name, {}):
+            scheme = cls(geometry)
+    except PosencError:
+        return  # It is for layers of another shape.
+    except RuntimeError as error:
+        raise OptionError(
+            f"register_scheme({name!r}): it cannot be made on the meta device, on which checkpoints are loaded: "
+            f"{str(error).splitlines()[0]} Set a start with torch.nn.init or hf_posenc.scheme.set_start."
+        ) from error
+    lost = next((option for option in option_names(cls) if not hasattr(scheme, option)), None)
+    if lost is not None:
+        raise OptionError(
+            f"register_scheme({name!r}): __init__ does not store the option {lost!r}, so that it could not be saved. "
+            f"Set self.{lost}."
+        )
 
 
 @functools.cache

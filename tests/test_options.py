@@ -413,18 +413,63 @@ def test_register_a_scheme_of_ones_own() -> None:
     with refused(OptionError, "constant: option value='2': expected a finite number."):
         build("constant", geometry(), value="2")
 
-    class Untyped(Scheme):
-        def __init__(self, geometry: Geometry, *, value=1.0) -> None:
-            super().__init__(geometry)
-
-    with refused(OptionError, "register_scheme('odd'): the option 'value' has no type", "Annotate it."):
-        register_scheme("odd", paper="none", family="additive")(Untyped)
     for got in (nn.Linear, Scheme(geometry()), lambda geometry: None, None):
         with refused(OptionError, "register_scheme('odd'): expected a subclass of hf_posenc.Scheme, got "):
             register_scheme("odd", paper="none", family="additive")(got)
     for name, owner in (("fire", "hf_posenc.schemes.fire.FIRE."), ("constant", "")):
         with refused(OptionError, f"register_scheme('{name}'): the name is taken by {owner}", "Choose another name."):
             register_scheme(name, paper="none", family="additive")(type("Second", (Scheme,), {}))
+
+
+class _Sized(Scheme):
+    def __init__(self, geometry: Geometry, *, size: int = 1) -> None:
+        super().__init__(geometry)
+        self.size = size
+        self.weight = nn.Parameter(torch.empty(geometry.heads))
+
+
+class Untyped(Scheme):
+    def __init__(self, geometry: Geometry, *, size=1) -> None:
+        super().__init__(geometry)
+
+
+class Required(Scheme):
+    def __init__(self, geometry: Geometry, *, size: int) -> None:
+        super().__init__(geometry)
+
+
+class Unstored(_Sized):
+    def __init__(self, geometry: Geometry, *, size: int = 1, other: int = 2) -> None:
+        super().__init__(geometry, size=size)
+
+
+class ReadsNumbers(_Sized):
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        nn.init.constant_(self.weight, float(self.weight.sum()))
+
+
+class Moved(_Sized):
+    def cautions(self, *, native_kept: bool) -> list[str]:
+        return []
+
+
+REFUSED = {
+    Untyped: "the option 'size' has no type, by which its values are checked. Write it as name: type = value.",
+    Required: "the option 'size' has no default. Write it as name: type = value.",
+    Unstored: "__init__ does not store the option 'other', so that it could not be saved. Set self.other.",
+    ReadsNumbers: "it cannot be made on the meta device, on which checkpoints are loaded: ",
+    Moved: "nothing calls the method cautions(). Return the value in facts().",
+}
+
+
+@pytest.mark.usefixtures("own_registry")
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_class_that_could_not_be_built_or_saved_is_refused_at_registration(kind: type[Scheme]) -> None:
+    with refused(OptionError, "register_scheme('odd'): ", REFUSED[kind]):
+        register_scheme("odd", paper="none", family="additive")(kind)
+    with refused(OptionError, "there is no family 'addtive'. Did you mean 'additive'?"):
+        register_scheme("odd", paper="none", family="addtive")(_Sized)
 
 
 # -- operands ----------------------------------------------------------------------------------------------------------

@@ -121,6 +121,7 @@ ROOMS = [
     ("hf_posenc.registry", "hf_posenc.attention", "hf_posenc.schemes.families"),
     ("hf_posenc.schemes",),
     ("hf_posenc.patches",),
+    ("hf_posenc.testing",),
     *((f"hf_posenc.recipes.{room}",) for room in (
         "layout", "intervals", "storage", "processes", "durations", "reports", "loading", "plots", "schema", "library",
         "memory", "data", "evaluation", "training", "goals", "runs", "comparison", "demo",
@@ -180,7 +181,7 @@ def test_imports_point_one_way() -> None:
 
 
 def _core() -> dict[str, Path]:
-    others = ("hf_posenc.patches", "hf_posenc.recipes", "hf_posenc.cli", "hf_posenc.__main__")
+    others = ("hf_posenc.patches", "hf_posenc.recipes", "hf_posenc.cli", "hf_posenc.__main__", "hf_posenc.testing")
     return {module: path for module, path in _sources().items() if not module.startswith(others)}
 
 
