@@ -25,9 +25,9 @@ for _devices in (torch.cuda, torch.xpu, torch.mtia):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the grid before `-m` selects."""
-    config.hook.pytest_deselected(items=grid.mark(items))
+    grid.mark(items)
 
 
 def pytest_collection_finish() -> None:

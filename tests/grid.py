@@ -1,49 +1,77 @@
-"""The grid: cases that repeat what another case of the same test shows.
+"""Which cases of a product run when: by default, with the grid in CI (`grid`), or on demand (`slow`).
 
-Tests are M + N, as the product is. A test that crosses schemes with architectures or the like runs one scheme for each
-set of seams with all of them (one in six of the trained and random models), and every other scheme (or set of options)
-with one of them, in turn; of tests of whole models, every other scheme meets a third. The rest is marked `grid`. What
-runs for a set of seams is marked `seams`, too: that is enough to see whether another transformers behaves.
+The code is M schemes and N architectures, so the tests are M + N. A test is written over its whole product, and this
+file says which of its cases run. No mark depends on the names or the order of tests.
+
+- Schemes on architectures: by default the pairs before the bar in PAIRS, in the grid those behind it, on demand the
+  rest. A set of options is in the grid, on the first architecture that it meets.
+- Schemes in several forms (layouts, masks, dtypes): by default each in the first form, and TYPICAL ones in all. The
+  rest is in the grid.
+- Models in several forms: by default each in the first form. TYPICAL ones in all forms are in the grid, the rest runs
+  on demand.
+- A test that is marked `grid` itself runs there with pairs before the bar, or with what is TYPICAL; the rest on demand.
+- A test of a few schemes or models is about these, and runs as it stands.
+
+Pairs before the bar whose scheme is TYPICAL are marked `seams`, too: they show whether another transformers behaves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
+import composites
 import pytest
 
 import hf_posenc
+from hf_posenc.patches.architecture import architectures
 from hf_posenc.scheme import Scheme
 
-# Files whose tests cross schemes with other things.
-CROSSED = {
-    "test_adapters", "test_attend", "test_cache", "test_checkpoints_on_disk", "test_device_map",
-    "test_engine", "test_families", "test_fitting", "test_in_use", "test_masks_and_positions", "test_matching",
-    "test_matrix", "test_packing", "test_pages", "test_peft", "test_strength", "test_trl", "test_vit",
-}  # fmt: skip
+# Where a value is among the parameters of a test: the name of one, and the place in it if it is a tuple.
+Place = tuple[str, int]
+Row = dict[Place, Any]
 # Files whose subject is what transformers itself does with caches, checkpoints and its own symbols.
 TRANSFORMERS = {"test_cache", "test_checkpoints", "test_public"}
-# Of these every scheme takes part in every test: they are about schemes.
-ALONE = {"test_attend", "test_engine"}
-# Tests on the trained checkpoints of three architectures, of which one in turn, and behind them on random models of
-# others: one in six. Of other schemes with these three, the grid has one in so many: each pair meets some tests.
-TRAINED = 3
-OTHER_PAIRS = {"test_matrix": 6, "test_strength": 12}
-# Further architectures, on which only one scheme for each set of seams runs; of many, one in five by default.
-ONE_MORE = {"test_families", "test_vit"}
+# More schemes or models than these are all of them.
+FEW = 10
 
-# Of these files, whose products would take half an hour, one case of the grid in so many runs with it. The others are
-# `slow`: they run on demand.
-SAMPLED = {
-    "test_composites": 6, "test_derivatives": 4, "test_first_use": 10, "test_keys_ahead": 4,
-    "test_masks_and_positions": 6, "test_packing": 4, "test_targets": 24, "test_warnings": 9,
-}  # fmt: skip
-
-# Of these files, which cross schemes and forms of input, one default case in so many stays; the others go to the grid.
-THINNED = {
-    "test_composites": 2, "test_data": 2, "test_derivatives": 3, "test_keys_ahead": 3, "test_masks_and_positions": 3,
-    "test_native": 4, "test_packing": 2, "test_reloading": 2, "test_targets": 4,
+# Architectures that a scheme meets: by default | with the grid.
+PAIRS = {
+    # One scheme for each set of seams.
+    "alibi":           "llama bert qwen3         | gpt2 t5 gemma2 mixtral umt5",
+    "attention_sinks": "gpt2 gpt_oss             | llama t5 qwen3_moe roberta",
+    "comrope_ap":      "t5 phi3                  | llama gpt2 olmo2 vit",
+    "cope":            "llama modernbert mixtral | gpt2 t5 gpt_neox mt5",
+    "disentangled":    "gpt2 roberta mistral     | llama t5 gemma bert",
+    "fox_pro":         "t5 gemma3                | llama gpt2 gpt_oss",
+    "gated_output":    "llama gpt_neox           | gpt2 t5 qwen2 modernbert",
+    "learned":         "gpt2 umt5 gemma          | llama t5 smollm3 vit",
+    "nope":            "t5 smollm3               | llama gpt2 bert phi3",
+    "selective_rope":  "llama qwen2 mt5          | gpt2 t5 gemma3 roberta",
+    "shaw":            "gpt2 vit                 | llama t5 mistral modernbert",
+    "stick_breaking":  "t5 gemma2                | llama gpt2 qwen3",
+    "tape":            "llama qwen3_moe          | gpt2 t5 gemma3 bert vit",
+    "xpos":            "gpt2 olmo2               | llama t5 mixtral",
+    # The others use nothing else of an architecture.
+    "cape":            "t5                       | gemma2",
+    "comrope_ld":      "gpt2                     | vit",
+    "fire":            "gpt2 bert                | llama t5",
+    "fire_s":          "t5                       | qwen3",
+    "fope":            "llama                    | gpt_neox",
+    "fox":             "gpt2                     | llama",
+    "grape_a":         "gpt2                     | qwen2",
+    "kerple":          "t5                       | modernbert",
+    "liere":           "gpt2                     | vit",
+    "log_temperature": "t5                       | smollm3",
+    "path":            "t5                       | llama",
+    "repo":            "llama                    | phi3",
+    "rope":            "gpt2 vit                 | t5",
+    "rope2d":          "t5                       | vit",
+    "sandwich":        "llama                    | mistral",
+    "sinusoidal":      "t5                       | roberta",
+    "t5":              "gpt2                     | mt5",
+    "t5_clipped":      "t5                       | umt5",
+    "transformer_xl":  "gpt2                     | gemma",
 }  # fmt: skip
 
 _SEAMS = (
@@ -52,12 +80,17 @@ _SEAMS = (
 
 
 def _seams(name: str) -> tuple[bool, ...]:
+    """Return which seams a scheme overrides."""
     scheme = hf_posenc.schemes()[name].cls
     return tuple(getattr(scheme, seam) is not getattr(Scheme, seam) for seam in _SEAMS)
 
 
-# One scheme for each set of seams: the others use nothing else of an architecture or of transformers.
-FIRSTS = frozenset({_seams(name): name for name in reversed(hf_posenc.schemes())}.values())
+SAMPLE = {scheme: row.split("|")[0].split() for scheme, row in PAIRS.items()}
+WITH_GRID = {scheme: row.replace("|", "").split() for scheme, row in PAIRS.items()}
+# The first scheme of the table for each set of seams.
+FIRSTS = frozenset({_seams(name): name for name in reversed(PAIRS)}.values())
+# And a model for each way that one is written: read from its code, with windows, by hand, of several.
+TYPICAL = {*FIRSTS, "llama", "gemma3", "bert", "gpt2", "t5", "llava", "encoder_decoder"}
 
 
 def once(values: Iterable[Any]) -> list[Any]:
@@ -67,58 +100,84 @@ def once(values: Iterable[Any]) -> list[Any]:
     return [first, *(pytest.param(*row, marks=pytest.mark.grid) for row in rows)]
 
 
-def _subject(case: pytest.Item) -> tuple[str, str] | None:
-    """Return the scheme of a case and its options, or `None`."""
-    values = dict(case.callspec.params)
-    # "t5" is the name of an architecture, too.
-    name = values.get("scheme") or next((v[1] for v in values.values() if isinstance(v, tuple) and len(v) > 1), None)
-    name = name or values.get("name")
-    if not isinstance(name, str) or name.partition("+")[0] not in hf_posenc.schemes():
-        return None
-    parts = [part for value in values.values() for part in (value if isinstance(value, tuple) else (value,))]
-    return name, str([part for part in parts if isinstance(part, dict)])
-
-
-def mark(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Mark the cases of the grid; take out, and return, what other pairs of a scheme and an architecture show."""
-    tests: dict[str, dict[tuple[str, str] | None, list[pytest.Item]]] = {}
-    left_out: list[pytest.Item] = []
+def mark(items: list[pytest.Item]) -> None:
+    """Mark the cases of every test that has all schemes or all models among its parameters."""
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.path.stem in TRANSFORMERS:
             item.add_marker(pytest.mark.seams)
-        if hasattr(item, "callspec") and item.path.stem in CROSSED:
-            tests.setdefault(item.nodeid.partition("[")[0], {}).setdefault(_subject(item), []).append(item)
-    for turn, subjects in enumerate(tests.values()):
-        if None in subjects:
-            continue  # not a test of schemes
-        met: set[str] = set()
-        for number, ((name, _), cases) in enumerate(subjects.items()):
-            file = cases[0].path.stem
-            if name in FIRSTS and name not in met:
-                trained = TRAINED if file in OTHER_PAIRS else 0
-                few = [*cases[:trained][number % 3 :][:1], *cases[trained + number % 5 :: 6 if trained else 5]]
-                few = few if trained or len(cases) > 5 else cases
-                for case in cases:
-                    case.add_marker(pytest.mark.seams if case in few else pytest.mark.grid)
-            else:
-                absent = file in ONE_MORE or (file not in ALONE and (turn + number) % 3)
-                rare = OTHER_PAIRS.get(file, 1) if len(cases) > 2 else 1
-                for place, case in enumerate(cases):
-                    if absent or place != number % len(cases):
-                        case.add_marker(pytest.mark.grid)
-                        if (turn + number + place) % rare:
-                            left_out.append(case)
-            met.add(name)
-    for file, count in SAMPLED.items():
-        cases = [item for item in items if item.path.stem == file and item.get_closest_marker("grid")]
-        for number, case in enumerate(cases):
-            if number % count:
-                case.add_marker(pytest.mark.slow)
-    for file, count in THINNED.items():
-        cases = [item for item in items if item.path.stem == file and hasattr(item, "callspec")]
-        for number, case in enumerate(case for case in cases if not case.get_closest_marker("grid")):
-            if number % count:
-                case.add_marker(pytest.mark.grid)
-    gone = set(left_out)
-    items[:] = [item for item in items if item not in gone]
-    return left_out
+        if hasattr(item, "callspec"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        rows = [_values(case) for case in cases]
+        schemes = _column(rows, hf_posenc.schemes(), FEW)
+        models = _column(rows, {*architectures(), *composites.KINDS}, 1 if schemes else FEW)
+        if schemes or models:
+            _mark_test(cases, [_Subject.of(row, schemes, models) for row in rows])
+
+
+class _Subject(NamedTuple):
+    """The scheme of a case and the model that it runs on, each empty if the test does not cross them, and options."""
+
+    scheme: str
+    model: str
+    options: str
+
+    @classmethod
+    def of(cls, row: Row, schemes: Place | None, models: Place | None) -> _Subject:
+        options = [str(value) for value in row.values() if isinstance(value, dict) and value]
+        return cls(row.get(schemes, ""), row.get(models, ""), "".join(options))
+
+
+def _mark_test(cases: list[pytest.Item], subjects: list[_Subject]) -> None:
+    models: dict[tuple[str, str], set[str]] = {}
+    for one in subjects:
+        models.setdefault((one.scheme, one.options), set()).add(one.model)
+    met: set[tuple[str, str]] = set()
+    for case, one in zip(cases, subjects, strict=True):
+        subject = (one.scheme or one.model, one.options)
+        first = subject not in met
+        met.add(subject)
+        late = case.get_closest_marker("grid") is not None
+        if one.scheme and len(models[subject]) > 1:
+            when = _when_paired(one, first and not late, late)
+        else:
+            when = _when_alone(one, first, late)
+        if when:
+            case.add_marker(when)
+        elif one.model and one.scheme in FIRSTS and not late:
+            case.add_marker(pytest.mark.seams)
+
+
+def _when_paired(one: _Subject, first: bool, late: bool) -> str:
+    """Return the mark of a case of a scheme that meets several models. `late` are those that a test marks itself."""
+    if one.options:
+        return "grid" if first else "slow"
+    if one.model in SAMPLE.get(one.scheme, ()):
+        return ""
+    return "grid" if one.model in WITH_GRID.get(one.scheme, ()) and not late else "slow"
+
+
+def _when_alone(one: _Subject, first: bool, late: bool) -> str:
+    """Return the mark of a case of a scheme or model in one of several forms."""
+    typical = (one.scheme or one.model) in TYPICAL and not one.options
+    if late:
+        return "" if typical or (first and one.options) else "slow"
+    if first or (one.scheme and typical):
+        return ""
+    return "grid" if one.scheme or typical else "slow"
+
+
+def _values(case: pytest.Item) -> Row:
+    """Return the values of a case by parameter, and by place within a parameter that is a tuple."""
+    rows = {name: value if isinstance(value, tuple) else (value,) for name, value in case.callspec.params.items()}
+    return {(name, place): value for name, row in rows.items() for place, value in enumerate(row)}
+
+
+def _column(rows: list[Row], names: Iterable[str], few: int) -> Place | None:
+    """Return which values are nothing but such names, and more than a few of them."""
+    for key in rows[0]:
+        found = {value.partition("+")[0] if isinstance(value := row.get(key), str) else "" for row in rows}
+        if len(found) > few and found <= {*names}:
+            return key
+    return None

@@ -1,14 +1,13 @@
 """Every scheme on every architecture, through everything a user does with a model.
 
 The cases come from the registry: a new scheme is tested by existing. Nothing is skipped: tests/grid.py says which cases
-run on demand, and `everywhere` which tests meet a scheme on a random architecture.
+run by default, with the grid, or on demand.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from grid import FIRSTS
+from grid import WITH_GRID
 from huggingface_hub.errors import StrictDataclassError
 from models import (
     ARCHITECTURES,
@@ -99,7 +98,7 @@ def _id(case: tuple[str, str, dict[str, Any]]) -> str:
 PARAMETERS = [pytest.param(case, id=_id(case), marks=[pytest.mark.grid] if case[2] else []) for case in CASES]
 # Options change a scheme, not what generation does to a cache, what is done with a module as a whole, or recomputation.
 DEFAULT = [p for p in PARAMETERS if not p.values[0][2]]
-BETWEEN = PARAMETERS + [pytest.param(case, id=_id(case)) for case in HALF_WAY]
+BETWEEN = PARAMETERS + [pytest.param(case, id=_id(case), marks=pytest.mark.grid) for case in HALF_WAY]
 by_scheme = pytest.mark.parametrize("case", DEFAULT, indirect=True)
 
 
@@ -108,18 +107,19 @@ def _fits(architecture: str, name: str) -> bool:
     return not encodes or "bidirectional" in hf_posenc.schemes()[name].directions
 
 
-# What does not generate, on tiny models of the other architectures too: one scheme for each set of seams.
-OTHERS = [pytest.param((a, *c), id=_id((a, *c))) for c in DEFAULTS if c[0] in FIRSTS for a in TINY if _fits(a, c[0])]
-_TURN = itertools.count()
+# What does not generate, on tiny models of the other architectures too: the pairs in tests/grid.py.
+OTHERS = [
+    pytest.param((a, *c), id=_id((a, *c)))
+    for c in DEFAULTS
+    for a in WITH_GRID.get(c[0], ())
+    if a in TINY and _fits(a, c[0])
+]
 _SHARED: dict[str, tuple[PreTrainedModel, str]] = {}
 
 
 def everywhere(cases: list[Any]) -> pytest.MarkDecorator:
-    """Parametrise a test by cases, and by a sixth of the others, in turn.
-
-    So each pair of a scheme and an architecture meets a sixth of the tests, and no pair is left out.
-    """
-    return pytest.mark.parametrize("case", cases + OTHERS[next(_TURN) % 6 :: 6], indirect=True)
+    """Parametrise a test by cases, and by those on other architectures."""
+    return pytest.mark.parametrize("case", cases + OTHERS, indirect=True)
 
 
 @pytest.fixture(params=PARAMETERS)

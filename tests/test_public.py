@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from models import CACHE
+from grid import FIRSTS, PAIRS, SAMPLE, WITH_GRID
+from models import ARCHITECTURES, CACHE, TINY
 
 import hf_posenc
 from hf_posenc.patches.architecture import architectures
@@ -237,6 +238,20 @@ def test_schemes_and_architectures_are_named_in_their_own_files_only() -> None:
         assert named <= allowed, f"{module} names {', '.join(sorted(named - allowed))}"
         assert named == allowed, f"{module} names {', '.join(sorted(allowed - named))} no longer: shrink NAMED"
     assert set(NAMED) <= set(_sources())
+
+
+def test_the_table_of_pairs_has_every_scheme_and_architecture() -> None:
+    """A new one needs a line in PAIRS in tests/grid.py; what is chosen there is said above it."""
+    schemes, ours = hf_posenc.schemes(), {*ARCHITECTURES, *TINY}
+    assert {*PAIRS} == {*schemes}
+    assert {model for models in SAMPLE.values() for model in models} == ours
+    for name, models in WITH_GRID.items():
+        assert {*models} <= ours, name
+        assert len({*models}) == len(models), name
+        assert SAMPLE[name][0] in ARCHITECTURES, f"{name} generates on none of {ARCHITECTURES}"
+        if name in FIRSTS:
+            assert {*ARCHITECTURES} <= {*models}, f"{name}, the first with its seams, misses one of {ARCHITECTURES}"
+            assert len(SAMPLE[name]) > 1, name
 
 
 @pytest.mark.grid  # it starts processes
