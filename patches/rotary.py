@@ -149,8 +149,6 @@ def set_rope(model: PreTrainedModel, changes: Mapping[str, Any]) -> dict[str, An
         )
     try:
         _rebuild(model, {**before, kind: new} if kind else new)
-        if not all(each.isfinite().all() for name, each in model.named_buffers() if name.endswith("inv_freq")):
-            raise OptionError(f"The rope parameters {new} give angles that are no numbers. Give others.")
     except OptionError:
         _rebuild(model, before)
         raise
@@ -178,7 +176,12 @@ def _rebuild(model: PreTrainedModel, parameters: Mapping[str, Any]) -> None:
         for module in list(model.modules()):
             for name, child in module.named_children():
                 if any(key.endswith("inv_freq") for key, _ in child.named_buffers(recurse=False)):
-                    setattr(module, name, type(child)(child.config).to(model.device))
+                    new = type(child)(child.config)
+                    if not all(each.isfinite().all() for each in new.buffers()):
+                        raise OptionError(f"The rope parameters {parameters} give angles that are no numbers.")
+                    setattr(module, name, new.to(model.device))
+    except OptionError:
+        raise
     # Numbers that are too large, texts or lists fail wherever transformers computes with them first.
     except Exception as error:
         raise OptionError(

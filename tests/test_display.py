@@ -22,8 +22,8 @@ import hf_posenc
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.runs.facts import Facts, print_header
 from hf_posenc.recipes.runs.progress import Progress
+from hf_posenc.recipes.runs.stages import training
 from hf_posenc.recipes.schema.recipe import Adapter, Conversion, Data, Distillation, Recipe, Training
-from hf_posenc.recipes.training.stages import Stage
 
 RECIPE = Recipe(
     model="tiny-llama",
@@ -90,12 +90,17 @@ def test_header() -> None:
     [
         ("training", [], "training: 5 steps x 1 window, rates 0.1 and 0.2 (scheme)"),
         ("training", ["adapter=scheme", "native=keep"], "training: 5 steps x 1 window, rate 0.2 (scheme)"),
-        ("transfer", ["transfer.steps=5"], "attention transfer: 5 steps x 1 window, rates 0.1 and 0.2 (scheme)"),
+        (
+            "transfer",
+            ["transfer={steps: 5, learning_rate: 0.1, scheme_learning_rate: 0.2}"],
+            "attention transfer: 5 steps x 1 window, rates 0.1 and 0.2 (scheme)",
+        ),
     ],
 )
 def test_stages_name_the_rates_of_what_they_train(name: Any, keys: list[str], said: str) -> None:
     settings = ["scheme=kerple", "steps=5", "batch_size=1", "learning_rate=0.1", "scheme_learning_rate=0.2"]
-    assert Stage(name, read_recipe("swap", [*settings, *keys]), 0).words(has_new=True) == said
+    stages = {stage.section: stage for stage in training(read_recipe("swap", [*settings, *keys]))}
+    assert stages[name].describe(stock("llama"), has_new=True) == said
 
 
 def test_header_of_two_stacks_a_control_and_a_stream() -> None:

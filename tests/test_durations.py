@@ -27,7 +27,8 @@ from hf_posenc.recipes.evaluation import (
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.loading import load_tiny_llama
 from hf_posenc.recipes.runs import forecast, run
-from hf_posenc.recipes.runs.forecast import facts_of, seconds_for
+from hf_posenc.recipes.runs.forecast import seconds_for
+from hf_posenc.recipes.runs.stages.base import Case
 
 pytestmark = pytest.mark.usefixtures("plain_pictures")
 SMALL = (
@@ -97,7 +98,7 @@ def test_an_estimate_names_every_stage_and_leaves_the_run_as_it_would_be(
     found, expected = (load_file(each.model / file) for each in (told, silent))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
-    dry = seconds_for(recipe, facts_of(recipe)[1])
+    dry = seconds_for(recipe, Case.of(recipe, reads_all=False).texts)
     assert list(dry) == [*recipe.stages(), "measuring"]
     assert all(seconds > 0 for seconds in dry.values())
 
@@ -116,7 +117,7 @@ def test_a_stopped_run_is_estimated_from_where_it_goes_on(tmp_path: Path, monkey
         with pytest.raises(KeyboardInterrupt):
             run.train(recipe, tmp_path / "out", console=quiet)
     run.resume(tmp_path / "out", console=quiet)
-    assert said == [{}, {"training": 1}]
+    assert said == [{"training": 0}, {"training": 1}]
 
 
 def measures() -> dict[str, Callable[[Any], Any]]:
@@ -173,7 +174,7 @@ def test_eval_says_its_lengths_and_its_time_and_compare_and_layers_too(tmp_path:
 
 def test_the_estimate_of_a_model_that_does_not_fit_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = read_recipe("control", SMALL)
-    texts = facts_of(recipe)[1]
+    texts = Case.of(recipe, reads_all=False).texts
     monkeypatch.setattr(forecast, "available", lambda device: 1000)
     monkeypatch.setattr(forecast, "seconds_of", lambda *given, **known: pytest.fail("It would not fit."))
     assert seconds_for(recipe, texts) == {}

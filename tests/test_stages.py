@@ -25,10 +25,12 @@ from hf_posenc.errors import OptionError, RecipeError
 from hf_posenc.recipes import layout, memory
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.runs import run
+from hf_posenc.recipes.runs.stages import trained, training
+from hf_posenc.recipes.runs.stages.transfer import set_aside
 from hf_posenc.recipes.schema.recipe import Recipe, Training
 from hf_posenc.recipes.training.adapter import attach
 from hf_posenc.recipes.training.layers import layer_costs
-from hf_posenc.recipes.training.stages import Name, rates, stages, with_rates
+from hf_posenc.recipes.training.rates import Name, rates, with_rates
 from hf_posenc.recipes.training.transfer import AttentionTransfer, match
 
 pytestmark = pytest.mark.usefixtures("plain_pictures")
@@ -92,7 +94,7 @@ def test_a_transfer_without_effect_is_a_caution_also_after_a_stop(
 def test_a_stage_leaves_no_optimizer_behind_and_a_teacher_goes_when_it_has_faded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, held = run._go_on, list[Any]()
+    go_on, held = trained.go_on, list[Any]()
 
     def watched(trainer: Any, checkpoint: Path | None) -> None:
         assert trainer.args.run_name == "out"
@@ -106,7 +108,7 @@ def test_a_stage_leaves_no_optimizer_behind_and_a_teacher_goes_when_it_has_faded
         assert not [each for each in held if each() is not None]
         held.append(weakref.ref(trainer.optimizer))
 
-    monkeypatch.setattr(run, "_go_on", watched)
+    monkeypatch.setattr(trained, "go_on", watched)
     changes = ("transfer={}", "training.steps=2", "distillation={share: 1.0, until: 0.5}")
     run.train(recipe_of(LONG, *changes), tmp_path / "out")
     assert len(held) == 3
@@ -116,7 +118,7 @@ def test_a_stage_leaves_no_optimizer_behind_and_a_teacher_goes_when_it_has_faded
 def test_long_windows_are_mixed_with_short_ones_and_keep_a_teacher_that_has_not_faded(
     until: float, taught: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, found, longest = run._go_on, [], list[set[int | None]]()
+    go_on, found, longest = trained.go_on, [], list[set[int | None]]()
 
     def watched(trainer: Any, checkpoint: Path | None) -> None:
         found.append(trainer._teacher is not None)
@@ -124,7 +126,7 @@ def test_long_windows_are_mixed_with_short_ones_and_keep_a_teacher_that_has_not_
         longest.append({None if places is None else 1 + int(places.max()) for places in read})
         go_on(trainer, checkpoint)
 
-    monkeypatch.setattr(run, "_go_on", watched)
+    monkeypatch.setattr(trained, "go_on", watched)
     changes = ("transfer={steps: 1}", "training.steps=1", f"distillation={{share: 1.0, until: {until}}}")
     run.train(recipe_of(LONG, *changes), tmp_path / "out")
     assert found == taught
@@ -134,8 +136,8 @@ def test_long_windows_are_mixed_with_short_ones_and_keep_a_teacher_that_has_not_
 def test_long_windows_have_no_encoder_decoder_as_teacher() -> None:
     recipe = read_recipe("swap", ["scheme=fire", "distillation={share: 1.0}", "lengthen={steps: 1}"])
     for architecture, taught in (("llama", [True, True]), ("t5", [True, False])):
-        plans = stages(replace(recipe, transfer=replace(recipe.transfer, steps=0)), stock(architecture))
-        assert [plan.recipe.distillation.distils for plan in plans] == taught
+        plans = training(replace(recipe, transfer=replace(recipe.transfer, steps=0)))
+        assert [plan.settled(stock(architecture)).distillation.distils for plan in plans] == taught
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])
@@ -328,8 +330,8 @@ def test_a_scheme_that_nothing_fitted_learns_as_in_a_transfer() -> None:
         ("swap", ["scheme=fire", "native=keep"], [5]),
         ("control", [], [5]),
     ):
-        plans = stages(read_recipe(goal, changes), model)
-        rates_of = [(plan.recipe.training.scheme_learning_rate, plan.recipe.training.learning_rate) for plan in plans]
+        plans = [plan.settled(model).training for plan in training(read_recipe(goal, changes))]
+        rates_of = [(plan.scheme_learning_rate, plan.learning_rate) for plan in plans]
         assert [new / old for new, old in rates_of if new and old] == pytest.approx(factors), changes
 
 
@@ -356,7 +358,7 @@ def test_a_quarter_of_a_short_text_judges_the_transfer() -> None:
     """As in a fit; the usual number of tokens would leave nothing to learn from."""
     windows = [{"input_ids": torch.full((64,), index)} for index in range(9)]
     for count, judged, learned in ((9, 3, 6), (2, 1, 1), (1, 1, 1)):
-        parts, others = run._set_aside(windows[:count], Training(batch_size=2))
+        parts, others = set_aside(windows[:count], Training(batch_size=2))
         assert (sum(map(len, parts)), len(others)) == (judged, learned)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from hf_posenc.patches.architecture import of_config
 from hf_posenc.patches.plan import BREAK, Plan
 from hf_posenc.recipes.reports import counted, versions
 from hf_posenc.recipes.schema.recipe import Conversion, Recipe
-from hf_posenc.recipes.training.stages import Stage
+
+# Last words on a start that was fitted.
+_FITTED = ", after a fit to "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,10 @@ class Facts:
     other_tokens: int = 0
     memory: str = ""
     writes: str = ""
+
+    def unfitted(self, sentence: str) -> Facts:
+        """Return the facts of a run whose start was not fitted, which a sentence explains."""
+        return replace(self, start=self.start.partition(_FITTED)[0], cautions=(*self.cautions, sentence))
 
     @property
     def encoding(self) -> str | None:
@@ -132,8 +138,6 @@ class Facts:
         plan: Plan | None,
         *,
         trained_length: int,
-        stages: Sequence[Stage] = (),
-        refused: str = "",
         **known: Any,
     ) -> Facts:
         """Collect the facts of a run; `known` has further attributes.
@@ -141,7 +145,6 @@ class Facts:
         Args:
             model: Converted model with its adapter and `requires_grad` as in training, not yet sharded.
             plan: Plan of the conversion, made before it (with `native="keep"` for a handover); `None` without a scheme.
-            refused: Why the start was not fitted, if it was not.
         """
         inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
         architecture = of_config(inner.config)
@@ -156,7 +159,6 @@ class Facts:
         if recipe.conversion.native == "handover":  # It starts exact, whatever the scheme alone would do.
             warnings = tuple(warning for warning in warnings if not warning.startswith(BREAK))
         cautions = [restated(warning, "conversion.{}={}", "conversion.options.{}={}") for warning in warnings]
-        others = (stage for stage in stages if stage.name != "training")
         return cls(
             recipe=recipe,
             architecture=architecture.name,
@@ -168,19 +170,17 @@ class Facts:
             trained_parameters=trained_parameters,
             options={} if plan is None else plan.options,
             layers={} if plan is None else {name: len(layers) for name, layers in plan.layers.items()},
-            start=_start(recipe.conversion, plan, is_fitted=not refused),
-            cautions=(*cautions, *([refused] if refused else [])),
+            start=_start(recipe.conversion, plan),
+            cautions=tuple(cautions),
             processes=PartialState().num_processes,
             device=_device(PartialState().device),
             versions=versions(),
             came_with=tuple(group.scheme for group in groups),
-            stages=tuple(stage.words(has_new=bool(plan and plan.parameters)) for stage in stages),
-            other_tokens=sum(stage.recipe.training.steps * stage.tokens(trained_length) for stage in others),
             **known,
         )
 
 
-def _start(conversion: Conversion, plan: Plan | None, *, is_fitted: bool) -> str:
+def _start(conversion: Conversion, plan: Plan | None) -> str:
     if plan is None:
         return "exact: the model is not converted" if not conversion.rope else "break: other angles"
     if conversion.native == "handover":
@@ -188,9 +188,9 @@ def _start(conversion: Conversion, plan: Plan | None, *, is_fitted: bool) -> str
     start = plan.start
     if plan.start_tolerance:
         start += f" (logits of attention within {plan.start_tolerance:g})"
-    if conversion.fit is not None and is_fitted:
+    if conversion.fit is not None:
         known = {"native": "the native encoding", "attention": "the original attention outputs"}
-        start += f", after a fit to {known[conversion.fit]}"
+        start += f"{_FITTED}{known[conversion.fit]}"
     return start
 
 

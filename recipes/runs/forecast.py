@@ -1,4 +1,4 @@
-"""Forecast of a run before it starts: what it will do, and how long its stages will take."""
+"""Forecast of a run before it starts: its checks and facts, and how long its stages will take."""
 
 from __future__ import annotations
 
@@ -15,54 +15,79 @@ from torch import Tensor, nn
 from transformers import default_data_collator
 
 from hf_posenc.patches import plan as planning
-from hf_posenc.patches.patch import evaluating, patch
+from hf_posenc.patches.patch import evaluating
 from hf_posenc.recipes import durations, loading
-from hf_posenc.recipes.data.windows import Prepared, load_data
+from hf_posenc.recipes.data.windows import Prepared
 from hf_posenc.recipes.memory import available, micro_batches, need
 from hf_posenc.recipes.processes import enough_threads, processes
+from hf_posenc.recipes.runs import stages
 from hf_posenc.recipes.runs.facts import Facts
-from hf_posenc.recipes.runs.measurements import Suite
-from hf_posenc.recipes.schema import checks
-from hf_posenc.recipes.schema.recipe import Recipe
-from hf_posenc.recipes.training.adapter import attach, check_targets
-from hf_posenc.recipes.training.distillation import Teacher
-from hf_posenc.recipes.training.stages import Stage, stages
-from hf_posenc.recipes.training.trainer import (
-    AdaptationTrainer,
-    adaptation_trainer,
-    check_teacher,
-    divide_batch,
-    teacher_of,
-)
-from hf_posenc.recipes.training.transfer import AttentionTransfer
+from hf_posenc.recipes.runs.stages.adapt import Adapt
+from hf_posenc.recipes.runs.stages.base import Case, Work
+from hf_posenc.recipes.runs.stages.convert import Convert
+from hf_posenc.recipes.runs.stages.trained import Trained
+from hf_posenc.recipes.schema.recipe import Recipe, StageName
+from hf_posenc.recipes.training.trainer import AdaptationTrainer, divide_batch
 
 # Numbers of weights of which an optimizer step is timed, and seconds to spend on a step.
 _WEIGHTS, _SPENT = 2**22, 1.0
 
 
+def forecast(case: Case, command: str = "") -> tuple[Facts, dict[str, int | None]]:
+    """Check all stages of a run on a model without weights; return its facts, and its micro batches by section.
+
+    Raises:
+        RecipeError: The recipe, or its text, does not suit the model.
+        PosencError: The conversion fails, as in `patch`.
+    """
+    recipe, planned = case.recipe, None
+    with torch.device("meta"):
+        model = loading.language_class(recipe.model, case.config).from_config(case.config)
+    if recipe.conversion.scheme is not None:
+        planned = planning.plan(model, recipe.conversion.scheme, **recipe.conversion.keywords)
+    work = Work(model)
+    for stage in stages.stages(recipe):
+        stage.check(case, work)
+    micro, memory = micro_batches(recipe, work.model, case.length)
+    trained = stages.training(recipe)
+    others = (stage for stage in trained if stage.section != "training")
+    facts = Facts.of(
+        work.model,
+        recipe,
+        planned,
+        trained_length=case.own_length,
+        data_tokens=case.text(recipe.training).tokens,
+        command=command,
+        stages=tuple(stage.describe(work.model, has_new=bool(planned and planned.parameters)) for stage in trained),
+        other_tokens=sum(stage.settings.steps * stage.tokens(case.own_length) for stage in others),
+        memory=memory,
+    )
+    return facts, micro
+
+
+def sized(recipe: Recipe, micro: Mapping[str, int | None]) -> Recipe:
+    """Return a recipe with its micro batches."""
+    return replace(
+        recipe,
+        training=replace(recipe.training, micro_batch_size=micro["training"]),
+        lengthen=replace(recipe.lengthen, micro_batch_size=micro.get("lengthen")),
+    )
+
+
 def seconds_of(
-    model: Any,
-    plans: Sequence[Stage],
-    texts: Mapping[int, Prepared],
-    suite: Suite,
+    case: Case,
+    trained: Sequence[Trained],
+    work: Work,
     *,
-    length: int,
-    teacher: Teacher | None,
-    done: Mapping[str, int] | None = None,
+    done: Mapping[StageName, int] | None = None,
     measured: int = 0,
 ) -> dict[str, float]:
     """Estimate the seconds of each stage and of the measurements; empty where nothing is known before it begins.
 
-    A forward and backward of each stage are timed, and a few rows of each measure. The model is what it was
-    afterwards, without gradients.
+    A forward and backward of each stage are timed, and a few rows of each measure. The model, which has its adapter and
+    is not sharded, is what it was afterwards, without gradients.
 
     Args:
-        model: Converted model with its adapter, not sharded.
-        plans: Stages.
-        texts: Text by length of windows.
-        suite: Measurement before, during and after the training.
-        length: Tokens of windows whose length is null.
-        teacher: Teacher, which stages without distillation leave out.
         done: Steps of each stage that a stopped run has done.
         measured: Number of measurements that it has taken.
     """
@@ -70,14 +95,12 @@ def seconds_of(
         return {}  # Nobody knows what they cost each other, and a whole step need not fit into one device.
     found: dict[str, float] = {}
     try:
-        for stage in plans:
-            left = stage.recipe.training.steps - (done or {}).get(stage.name, 0)
-            own = teacher if stage.recipe.distillation.distils else None
-            data = texts[stage.recipe.training.length or length]
+        for stage in trained:
+            left = stage.settings.steps - (done or {}).get(stage.section, 0)
             if left > 0:
-                found[stage.name] = left * _seconds_per_step(stage, model, data, own)
-        count = 1 + sum(1 + _between(stage) for stage in plans) + 1 - measured
-        found["measuring"] = max(0, count) * suite.seconds(model)
+                found[stage.section] = left * _seconds_per_step(stage, case, work)
+        count = 2 + sum(1 + _between(stage) for stage in trained) - measured
+        found["measuring"] = max(0, count) * case.suite.seconds(work.model)
     except torch.OutOfMemoryError:
         return {}  # The run may still fit, for instance with other lengths.
     finally:
@@ -85,98 +108,47 @@ def seconds_of(
     return found
 
 
-def facts_of(recipe: Recipe) -> tuple[Facts, dict[int, Prepared]]:
-    """Return the facts of a recipe's run, and its text by length of windows.
-
-    Of the model only the config is read, of the text some windows, so that what is wrong with it is said first.
-
-    Raises:
-        RecipeError: The recipe, or its text, does not suit the model.
-        PosencError: The conversion fails, as in `patch`.
-    """
-    config = loading.load_config(recipe.model)
-    checks.check_unconverted(recipe, config)
-    check_teacher(recipe, config)
-    length, own = checks.lengths(recipe, config)
-    tokenizer = loading.load_tokenizer(loading.place(recipe.model))
-    sizes = {stage.length or length for stage in recipe.stages().values()}
-    texts = {size: load_data(recipe.data, tokenizer, length=size, config=config, checks=True) for size in sizes}
-    model, conversion, planned = planning.skeleton(config), recipe.conversion, None
-    check_targets(model, recipe.adapter)
-    if conversion.scheme is not None:
-        planned = planning.plan(model, conversion.scheme, **conversion.keywords)
-        patch(model, conversion.scheme, **conversion.keywords)
-    checks.check_tables(recipe, model, length)
-    model = attach(model, recipe.adapter)
-    if "transfer" in recipe.stages():
-        AttentionTransfer(model, projections=recipe.moves_projections)  # It refuses what it cannot transfer.
-    _, estimate = micro_batches(recipe, model, length)
-    facts = Facts.of(
-        model,
-        recipe,
-        planned,
-        trained_length=own,
-        data_tokens=texts[length].tokens,
-        stages=stages(recipe, model),
-        memory=estimate,
-    )
-    return facts, texts
-
-
 def seconds_for(recipe: Recipe, texts: Mapping[int, Prepared]) -> dict[str, float]:
-    """Estimate the seconds of a recipe's run like `seconds_of`, on a model of its shapes with random weights."""
-    config, conversion, device = loading.load_config(recipe.model), recipe.conversion, processes().device
-    length, own = checks.lengths(recipe, config)
-    shapes = planning.skeleton(config)
-    wanted = need(shapes, recipe, length)
-    if recipe.adapter.four_bit or wanted.of(1) > available(device):
+    """Estimate the seconds of a recipe's run like `seconds_of`, on a model of its shapes with random weights.
+
+    `texts` has the text by the length of windows.
+    """
+    case, device = Case.of(recipe, texts=texts), processes().device
+    kind = loading.language_class(recipe.model, case.config)
+    with torch.device("meta"):
+        shapes = kind.from_config(case.config)
+    if recipe.adapter.four_bit or need(shapes, recipe, case.length).of(1) > available(device):
         return {}
     with loading.seeded(0), device:
-        model = type(shapes)(config).to(torch.float32 if recipe.adapter.kind == "none" else shapes.dtype).eval()
-    tokenizer = loading.load_tokenizer(loading.place(recipe.model))
-    if conversion.scheme is not None:
-        patch(model, conversion.scheme, **conversion.keywords)
-    model = attach(model, recipe.adapter)
-    micro, _ = micro_batches(recipe, model, length)
-    training = replace(recipe.training, micro_batch_size=micro["training"])
-    recipe = replace(
-        recipe,
-        training=training,
-        lengthen=replace(recipe.lengthen, micro_batch_size=micro.get("lengthen")),
-    )
-    teacher = teacher_of(model, replace(recipe, distillation=replace(recipe.distillation, teacher=None)))
-    suite = Suite.of(recipe.evaluation, config, tokenizer, texts[length], length, own)
-    size = divide_batch(training, 1)[0] * length
-    with enough_threads(model, size):
-        return seconds_of(model, stages(recipe, model), texts, suite, length=length, teacher=teacher)
+        model = kind.from_config(case.config).eval()
+    work = Work(model.to(torch.float32) if recipe.adapter.kind == "none" else model)
+    # A teacher that the recipe names takes about as long.
+    recipe = replace(recipe, distillation=replace(recipe.distillation, teacher=None))
+    Convert(recipe).convert(work)
+    Adapt(recipe).adapt(work)
+    recipe = sized(recipe, forecast(case)[1])
+    with enough_threads(work.model, divide_batch(recipe.training, 1)[0] * case.length):
+        return seconds_of(case, stages.training(recipe), work)
 
 
-def _between(stage: Stage) -> int:
+def _between(stage: Trained) -> int:
     """Return how often a stage is measured before it ends."""
-    every, steps = stage.recipe.evaluation.every, stage.recipe.training.steps
-    return (steps - 1) // every if every and stage.name != "transfer" else 0
+    every, steps = stage.recipe.evaluation.every, stage.settings.steps
+    return (steps - 1) // every if every and stage.section != "transfer" else 0
 
 
-def _seconds_per_step(stage: Stage, model: Any, data: Prepared, teacher: Teacher | None) -> float:
-    training = stage.recipe.training
+def _seconds_per_step(stage: Trained, case: Case, work: Work) -> float:
     with contextlib.ExitStack() as stack:
-        module: Any = model
-        if stage.name == "transfer":
-            original = teacher.model if teacher is not None and stage.recipe.distillation.teacher is None else None
-            module = AttentionTransfer(model, projections=stage.recipe.moves_projections, original=original)
-            stack.enter_context(module.training_only())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        trainer = adaptation_trainer(
-            module, stage.recipe, data.train, folder=folder, collate=data.collate, teacher=teacher
-        )
-        micro, forwards = divide_batch(training, trainer.args.world_size)
+        module = stack.enter_context(stage.module(work))
+        trainer = stage.trainer(case, work, module, folder=folder)
+        micro, forwards = divide_batch(stage.settings, trainer.args.world_size)
         windows = [window for window, _ in zip(trainer.train_dataset, range(micro), strict=False)]
         # A short text stands for more.
-        collate = trainer.data_collator or default_data_collator
-        batch = collate((windows * micro)[:micro])
+        batch = (trainer.data_collator or default_data_collator)((windows * micro)[:micro])
         weights = [weight for weight in module.parameters() if weight.requires_grad]
-        stack.enter_context(evaluating(model))
-        stack.enter_context(_checkpointed(model, training.gradient_checkpointing))
+        stack.enter_context(evaluating(work.model))
+        stack.enter_context(_checkpointed(work.model, stage.settings.gradient_checkpointing))
         module.train()
         forward = durations.timed(lambda: _backward(trainer, module, batch), until=_SPENT)
         for weight in weights:
@@ -185,8 +157,7 @@ def _seconds_per_step(stage: Stage, model: Any, data: Prepared, teacher: Teacher
 
 
 def _backward(trainer: AdaptationTrainer, module: nn.Module, batch: dict[str, Tensor]) -> None:
-    device = trainer.args.device
-    inputs = {name: value.to(device) for name, value in batch.items()}
+    inputs = {name: value.to(trainer.args.device) for name, value in batch.items()}
     with trainer.accelerator.autocast():
         loss = trainer.compute_loss(module, inputs)
     loss.backward()

@@ -121,7 +121,7 @@ def fit(
     rows = torch.arange(1, _ROWS + 1)[None] * (far - 1) // _ROWS
     block = Block(Positions(rows, torch.arange(far)[None]), reach=far - 1)
     # Check all schemes before changing one.
-    found = _wanted(model, ids if reads else None, block)
+    found = _errors(model, ids if reads else None, block)
     sums = torch.zeros(3, dtype=torch.float64)
     with kept([parameter for scheme in found for parameter in scheme.parameters()]) as put_back:
         start = None if judged is None else _loss(model, judged, corrupt)
@@ -144,28 +144,47 @@ def fit(
     return Fit(before, after, spread, losses, accepted, sentence)
 
 
-def _wanted(model: PreTrainedModel, ids: Tensor | None, block: Block) -> dict[AdditiveBias, list[Error]]:
-    """Return the schemes to fit, each with the errors of its layers; raise if one cannot be fitted."""
-    architecture = of_model(model)
-    heads = {} if ids is None else _heads(model, ids, block)
-    wanted: dict[AdditiveBias, list[Error]] = {}
+def check_fit(model: PreTrainedModel) -> dict[AdditiveBias, list[tuple[Geometry, nn.Module]]]:
+    """Return the schemes to fit, each with the geometries and modules of its attentions.
+
+    Raises:
+        OptionError: A scheme adds no bias of the distance, or has nothing to fit; or the native encoding is no bias.
+    """
+    found: dict[AdditiveBias, list[tuple[Geometry, nn.Module]]] = {}
     groups = {group.id: group.scheme for group in record.from_config(model.config)}
-    for stack, body, layer, attention in surgery.Sites.of(model).patched():
-        geometry, name = architecture.geometry(body, layer), groups[attention.posenc_group]
+    sites = surgery.Sites.of(model)
+    for stack, body, layer, attention in sites.patched():
+        geometry, name = sites.architecture.geometry(body, layer), groups[attention.posenc_group]
         scheme = surgery.scheme_of(body, attention)
         scheme = scheme.base if isinstance(scheme, Composite) else scheme  # an add-on is no part of the bias
         if not isinstance(scheme, AdditiveBias):
             raise OptionError(f"fit: {name} adds no bias of the distance alone. Fit one of {', '.join(additive())}.")
-        if not any(p.requires_grad for p in scheme.parameters()):
-            if any(True for _ in scheme.parameters()):
-                raise OptionError(
-                    f"fit: all parameters of {name} on layer {layer} of the {stack} are frozen. Unfreeze them."
-                )
+        if not any(True for _ in scheme.parameters()):
             raise OptionError(f"fit: {name} has no parameters to fit with these options ({scheme.extra_repr()}).")
-        own = heads.pop(attention, None)
-        error = _distance(geometry, block) if own is None else _divergence(geometry, block, *own)
-        wanted.setdefault(scheme, []).append(error)
-    return wanted
+        if not any(p.requires_grad for p in scheme.parameters()):
+            raise OptionError(
+                f"fit: all parameters of {name} on layer {layer} of the {stack} are frozen. Unfreeze them."
+            )
+        if geometry.inv_freq is None and geometry.native_table("t5") is None:
+            raise OptionError(
+                "fit: the model's own encoding is no bias of the distance: it is added to the inputs. Train instead, "
+                "with conversion.native=handover for instance."
+            )
+        found.setdefault(scheme, []).append((geometry, attention))
+    return found
+
+
+def _errors(model: PreTrainedModel, ids: Tensor | None, block: Block) -> dict[AdditiveBias, list[Error]]:
+    """Return the schemes to fit, each with the errors of its layers."""
+    wanted = check_fit(model)
+    heads = {} if ids is None else _heads(model, ids, block)
+    return {
+        scheme: [
+            _divergence(geometry, block, *heads[module]) if module in heads else _distance(geometry, block)
+            for geometry, module in layers
+        ]
+        for scheme, layers in wanted.items()
+    }
 
 
 def _loss(model: PreTrainedModel, ids: Tensor, corrupt: Callable[[Tensor], Tensor] | None) -> float:
@@ -199,11 +218,7 @@ def _distance(geometry: Geometry, block: Block) -> Error:
     if geometry.inv_freq is not None:
         raise OptionError("fit: a rotary model is fitted to what it does on a text. Pass ids=, int64 [batch, length].")
     table = geometry.native_table("t5")
-    if table is None:
-        raise OptionError(
-            "fit: the model's own encoding is no bias of the distance: it is added to the inputs. Train instead, with "
-            "conversion.native=handover for instance."
-        )
+    assert table is not None
     assert table.max_distance is not None
     distance, values = block.distance()[0], table.weight.detach().double().cpu()
     buckets = Buckets(num_buckets=len(values), max_distance=table.max_distance, causal=geometry.causal)

@@ -25,7 +25,7 @@ from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.schema.recipe import Recipe, Training
 from hf_posenc.recipes.training.callbacks import Annealing, Handover, parameter_groups
 from hf_posenc.recipes.training.distillation import Distilling, Teacher
-from hf_posenc.recipes.training.stages import with_rates
+from hf_posenc.recipes.training.rates import with_rates
 
 # Adam's default, 0.999, averages over a thousand steps, which is too slow for a few hundred.
 _ADAM_BETA2 = 0.98

@@ -24,7 +24,7 @@ from hf_posenc.patches.patch import disabled, evaluating, unpatch
 from hf_posenc.recipes.loading import trained_length
 from hf_posenc.recipes.training.callbacks import parameter_groups, patched_inside
 from hf_posenc.recipes.training.distillation import mean_of_counted, without_jumps
-from hf_posenc.recipes.training.stages import rates
+from hf_posenc.recipes.training.rates import rates
 from hf_posenc.recipes.training.starts import check_counts, check_rates, check_windows, held_out, kept, verdict
 from hf_posenc.scheme import Scheme
 

@@ -1,22 +1,20 @@
-"""Stages of a recipe in their order: attention transfer, training, long windows; and the learning rates of each."""
+"""Learning rates of each stage, from the size of the model."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
 from hf_posenc.recipes.loading import trained_length
-from hf_posenc.recipes.reports import counted
-from hf_posenc.recipes.schema.recipe import Distillation, Recipe, StageName, Training
+from hf_posenc.recipes.schema.recipe import StageName, Training
 from hf_posenc.scheme import Scheme
 
 # "fit" is a transfer that trains the scheme alone.
 Name = StageName | Literal["fit"]
 
-_WORDS = {"transfer": "attention transfer", "training": "training", "lengthen": "long windows"}
 # Parameters of the model at which the rates below are the best of a grid, see benchmarks/results/README.md.
 _SIZE = 470_000
 # Parameters of a model that learns noise from steps of fewer tokens than these. At `_SIZE` such steps do no harm.
@@ -79,55 +77,3 @@ def with_rates(training: Training, model: Any, stage: Name = "training", *, fitt
         learning_rate=found.model if training.learning_rate is None else training.learning_rate,
         scheme_learning_rate=found.scheme if training.scheme_learning_rate is None else training.scheme_learning_rate,
     )
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One stage of a run.
-
-    Attributes:
-        name: Name of its section in the recipe.
-        recipe: Recipe with the settings of this stage in `training`, rates included.
-        begins: Optimizer steps of the stages before it.
-    """
-
-    name: StageName
-    recipe: Recipe
-    begins: int
-
-    def tokens(self, length: int) -> int:
-        """Return the tokens of a step; `length` is that of windows whose length is null."""
-        training = self.recipe.training
-        return training.batch_size * (training.length or length)
-
-    def words(self, *, has_new: bool) -> str:
-        """Return the settings in words; without new weights, their rate is left out."""
-        training = self.recipe.training
-        size = f"{counted(training.steps, 'step')} x {counted(training.batch_size, 'window')}"
-        rates = f"rate {training.learning_rate:.2g}"
-        is_fit = self.name == "transfer" and not self.recipe.moves_projections
-        if is_fit or self.recipe.adapter.kind == "scheme":  # nothing of the model is trained
-            rates = f"rate {training.scheme_learning_rate:.2g} (scheme)"
-        elif has_new:
-            rates = f"rates {training.learning_rate:.2g} and {training.scheme_learning_rate:.2g} (scheme)"
-        return f"{_WORDS[self.name]}: {size}, {rates}"
-
-
-def stages(recipe: Recipe, model: Any) -> list[Stage]:
-    """Return the stages of a recipe for a model, from whose size rates follow that are null."""
-    conversion = recipe.conversion
-    # The training alone brings in the scheme. Long windows keep its teacher, or undo a part of what that taught; but
-    # not one that has faded, nor an encoder-decoder, which would read them whole, beyond its trained length.
-    plain = replace(recipe, conversion=replace(conversion, scheme=None), distillation=Distillation())
-    has_teacher = not recipe.distillation.until and not model.config.is_encoder_decoder
-    taught = replace(plain, distillation=recipe.distillation) if has_teacher else plain
-    bases = {"transfer": plain, "training": recipe, "lengthen": taught}
-    learned = conversion.scheme is None or conversion.fit is not None or "transfer" in recipe.stages()
-    fitted = learned or conversion.native == "keep"
-    found, begins = [], 0
-    for name, settings in recipe.stages().items():
-        kind: Name = "fit" if name == "transfer" and not recipe.moves_projections else name
-        training = with_rates(settings, model, kind, fitted=fitted or name != "training")
-        found.append(Stage(name, replace(bases[name], training=training), begins))
-        begins += settings.steps
-    return found

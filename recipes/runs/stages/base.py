@@ -1,0 +1,169 @@
+"""Base of the stages of a run, and the three records that they get."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from hf_posenc.recipes import loading, storage
+from hf_posenc.recipes.data.windows import Prepared, load_data
+from hf_posenc.recipes.evaluation.grid import Grid
+from hf_posenc.recipes.layout import CHECKPOINTS, RUN
+from hf_posenc.recipes.processes import processes
+from hf_posenc.recipes.runs import files
+from hf_posenc.recipes.runs.facts import Facts
+from hf_posenc.recipes.runs.measurements import Measurements, Suite
+from hf_posenc.recipes.runs.progress import Pace
+from hf_posenc.recipes.schema import checks
+from hf_posenc.recipes.schema.recipe import Recipe, Training
+from hf_posenc.recipes.training.distillation import Teacher
+from hf_posenc.recipes.training.trainer import AdaptationTrainer
+
+# A function that gives the context in which a model computes as it was loaded.
+Original = Callable[[Any], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe with its text and the config of its model: enough to check it before any weight is loaded.
+
+    Attributes:
+        length: Tokens per window.
+        own_length: Trained length of the model; the length of the windows if its config states none.
+        reads_all: Whether to read the whole text, or only some of it, to find errors.
+    """
+
+    recipe: Recipe
+    config: Any
+    length: int
+    own_length: int
+    reads_all: bool = True
+    given: Mapping[int, Prepared] | None = None
+
+    @classmethod
+    def of(cls, recipe: Recipe, *, reads_all: bool = True, texts: Mapping[int, Prepared] | None = None) -> Case:
+        """Return the case of a recipe; `texts` may have its text already, by the length of windows."""
+        config = loading.load_config(recipe.model)
+        return cls(recipe, config, *checks.lengths(recipe, config), reads_all=reads_all, given=texts)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Tokenizer of the model."""
+        return loading.load_tokenizer(loading.place(self.recipe.model))
+
+    @cached_property
+    def texts(self) -> Mapping[int, Prepared]:
+        """Text of all stages, by the length of windows."""
+        if self.given is not None:
+            return self.given
+        seed = self.recipe.training.seed
+        return {
+            length: load_data(
+                self.recipe.data,
+                self.tokenizer,
+                length=length,
+                seed=seed,
+                config=self.config,
+                checks=not self.reads_all,
+            )
+            for length in sorted({stage.length or self.length for stage in self.recipe.stages().values()})
+        }
+
+    def text(self, settings: Training) -> Prepared:
+        """Return the text of a stage."""
+        return self.texts[settings.length or self.length]
+
+    @cached_property
+    def suite(self) -> Suite:
+        """What is measured before, during and after the training."""
+        text, evaluation = self.text(self.recipe.training), self.recipe.evaluation
+        return Suite.of(evaluation, self.config, self.tokenizer, text, self.length, self.own_length)
+
+    def precise(self) -> Any:
+        """Return the context of a forward in the precision of the recipe."""
+        precision = self.recipe.training.precision
+        return torch.autocast(processes().device.type, getattr(torch, precision), enabled=precision != "float32")
+
+
+@dataclass(frozen=True)
+class Context:
+    """A run: its case and its folder."""
+
+    case: Case
+    folder: Path
+    measurements: Measurements
+    console: Console | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.folder / CHECKPOINTS
+
+    @cached_property
+    def checkpoint(self) -> Path | None:
+        """Last checkpoint of the whole model when the run went on; with one, nothing needs the start."""
+        return files.last(self.checkpoints / "lengthen") or files.last(self.checkpoints)
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        if self.console is not None:
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def record(self, facts: Facts, **entries: Any) -> None:
+        """Write the facts of the run and other entries into run.json."""
+        if processes().is_main_process:
+            storage.save({**files.record_of(self.folder), **asdict(facts), **entries}, self.folder / RUN)
+
+    def measure(self, model: Any) -> tuple[Grid, dict[str, Grid]]:
+        """Return the perplexity of a model, and how it copies and recalls."""
+        with self.case.precise():
+            return self.case.suite.curve(model), self.case.suite.recalls(model)
+
+
+@dataclass
+class Work:
+    """What the stages hand on.
+
+    Attributes:
+        facts: Facts of the run; `None` while it is only checked.
+        original: Context in which the model computes as it was loaded.
+        teacher: Teacher of the stages that follow.
+        trainer: Trainer of the last stage.
+        pace: Pace of the last stage.
+        log: Log of all stages.
+    """
+
+    model: Any
+    facts: Facts | None = None
+    original: Original = lambda model: contextlib.nullcontext()
+    teacher: Teacher | None = None
+    trainer: AdaptationTrainer | None = None
+    pace: Pace | None = None
+    log: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a run.
+
+    `check` does to a model without weights what `run` will do to the model, and raises if `run` would: a dry run is the
+    check of each stage. `run` continues where a stopped run was.
+    """
+
+    recipe: Recipe
+
+    def check(self, case: Case, work: Work) -> None:
+        """Raise `PosencError` for what cannot run; `work` has a model on the meta device."""
+        raise NotImplementedError
+
+    def run(self, context: Context, work: Work) -> None:
+        """Do what is left of the stage."""
+        raise NotImplementedError
