@@ -1,16 +1,20 @@
-"""Recipes by goal: what a built-in recipe leaves out follows from the model, the scheme and the machine."""
+"""Recipes by goal: what a built-in recipe leaves out follows from the model, the scheme and the machine.
+
+A recipe is validated first, without a look at the model. Then `resolve` gives each key that is left out the value of
+its rule; `RULES` has them in their order.
+"""
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Gt, Le
 from transformers import AutoModelForCausalLM
 
 from hf_posenc import registry
@@ -19,11 +23,10 @@ from hf_posenc.patches import record, rotary
 from hf_posenc.patches.architecture import of_config
 from hf_posenc.patches.plan import plan
 from hf_posenc.recipes import library
-from hf_posenc.recipes.evaluation.perplexity import TARGETS
 from hf_posenc.recipes.loading import auto_class, load_config, trained_length
 from hf_posenc.recipes.processes import bfloat16_pays
 from hf_posenc.recipes.schema import checks, fields
-from hf_posenc.recipes.schema.recipe import MOST, Evaluation, Recipe
+from hf_posenc.recipes.schema.recipe import MOST, Distillation, Evaluation, Number, Recipe, Section
 from hf_posenc.registry import SchemeInfo
 from hf_posenc.scheme import Scheme
 
@@ -31,23 +34,407 @@ from hf_posenc.scheme import Scheme
 WINDOW = 1024
 # Assumed trained length of a model whose config states none.
 _LENGTH = 512
-_FACTOR = 4
 # Width from which a model is no toy, and tokens of the attention transfer there (benchmarks/results/README.md).
 _REAL, _TRANSFER = 512, 500_000
 # Tokens of the training for each token of the longest windows to measure on: three measurements then read fewer tokens
 # than the training. The length that an extension is for is measured if they read at most three times as many.
 _MEASURED, _WANTED = 8, 2
-# Ways of `extend` that are no scheme, in the order in which the field tries them.
+# RoPE scaling methods for `extend`, most common first; and long windows alone.
 ROPES = ("yarn", "dynamic", "linear", "llama3", "longrope", "base", "proportional")
 WINDOWS = "windows"
-
-# Sections on which it depends what a goal leaves out.
-_READ = ("conversion", "training", "data", "adapter", "transfer")
-
 # Family of schemes that are added to another encoding.
 _ADDED = "add-on"
 
-Content = dict[str, Any]
+
+def read_recipe(source: str | Path, overrides: Sequence[str] = (), *, config: Any = None) -> Recipe:
+    """Read, validate and resolve a recipe.
+
+    Args:
+        source: YAML file, or name of a built-in recipe, whose keys follow from the config of the model.
+        overrides: Strings `section.key=value`, with values in YAML; they take precedence over the file. The section
+            may be left out where that is clear.
+        config: Config of the model, if it is at hand.
+
+    Raises:
+        RecipeError: The recipe does not exist, is not YAML or does not match the schema, its keys contradict each
+            other, or its scheme or options do not exist.
+        CheckpointError: The config of the model cannot be read.
+    """
+    if library.is_file(source):
+        recipe = fields.build(Recipe, library.content(source), where=str(source), overrides=overrides)
+    else:
+        asked = ask(str(source), overrides)
+        recipe = resolve(asked, Facts.of(load_config(asked.recipe.model) if config is None else config))
+    checks.check(recipe, str(source))
+    return recipe
+
+
+# -- what is asked, and what is known ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extension(Section):
+    """The keys that `extend` has besides those of a recipe: how many trained lengths to reach, and how."""
+
+    factor: Annotated[Number, Gt(1), Le(MOST)] = 4
+    by: str | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A built-in recipe as a user asks for it: `recipe` is validated, and what is not `given` follows."""
+
+    goal: str
+    recipe: Recipe
+    given: frozenset[fields.Path]
+    extension: Extension
+
+    def gives(self, key: str) -> bool:
+        """Whether a key, such as `training.length`, is given, or its whole section."""
+        path = tuple(key.split("."))
+        return any(path[: len(given)] == given for given in self.given)
+
+
+def ask(goal: str, overrides: Sequence[str]) -> Asked:
+    """Validate a built-in recipe with overrides; raise `RecipeError` if there is none of the name, or it is wrong."""
+    if goal not in library.names():
+        raise RecipeError(f"There is no recipe {shown(goal)}. {suggest(goal, library.names())} A file ends in .yaml.")
+    own = [pair for pair in overrides if goal == "extend" and pair.partition("=")[0] in ("factor", "by")]
+    content = library.content(goal)
+    given = fields.override(Recipe, content, [pair for pair in overrides if pair not in own])
+    extension = fields.build(Extension, {}, where=goal, overrides=own)
+    asked = Asked(goal, fields.build(Recipe, content, where=goal), frozenset(given), extension)
+    if goal == "swap" and not asked.gives("conversion.scheme"):
+        raise RecipeError(
+            "swap needs a scheme: give scheme=NAME. `hf-posenc recipes --for MODEL` recommends some, and `hf-posenc "
+            "schemes` lists all."
+        )
+    return asked
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a model and its machine.
+
+    Attributes:
+        config: Config of the model.
+        rotary, relative: Whether its own encoding is a rotation, or a bias from buckets of the distance.
+        causal: Whether it is a causal language model.
+        trained: Tokens per window of its own training; `None` if the config does not say.
+        width: Hidden size.
+        processes: Number of processes that train it.
+        precision: Precision of its forward on this machine.
+    """
+
+    config: Any
+    rotary: bool
+    relative: bool
+    causal: bool
+    trained: int | None
+    width: int
+    processes: int
+    precision: str
+
+    @classmethod
+    def of(cls, config: Any) -> Facts:
+        """Read a config, and look at the machine."""
+        width = config.get_text_config().hidden_size
+        # On CPUs the gain is as large for a model that was saved in float32, and its loss is the same.
+        is_half = config.dtype in (torch.bfloat16, torch.float16)
+        pays = (is_half or not torch.cuda.is_available()) and bfloat16_pays(width)
+        return cls(
+            config=config,
+            rotary=bool(getattr(config, "rope_parameters", None)),
+            relative=hasattr(config, "relative_attention_num_buckets"),
+            causal=auto_class(config) is AutoModelForCausalLM,
+            trained=trained_length(config),
+            width=width,
+            processes=int(os.environ.get("WORLD_SIZE", "1")),
+            precision="bfloat16" if pays else "float32",
+        )
+
+    @property
+    def own(self) -> int:
+        """The trained length, or what is assumed for it."""
+        return self.trained or _LENGTH
+
+    @property
+    def native(self) -> str:
+        """Kind of the native encoding in goals.yaml."""
+        return "rotation" if self.rotary else "buckets" if self.relative else "table"
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """Ways to extend the native encoding, best first; a table of positions has none."""
+        return (*(ROPES if self.rotary else ()), *((WINDOWS,) if self.rotary or self.relative else ()))
+
+    def suits(self, info: SchemeInfo) -> bool:
+        """Whether a scheme is defined for the model, and tells its directions apart."""
+        advice, one_way = info.adaptation, self.causal or self.config.is_encoder_decoder
+        return one_way or ("bidirectional" in info.directions and (not advice.symmetric or bool(advice.encoder)))
+
+    def starts_exact(self, name: str, stacks: Any) -> bool:
+        """Whether a scheme starts by computing what the native encoding computes."""
+        try:
+            # One layer of a rotary model tells, and is faster to look at than all.
+            return plan(self.config, name, stacks=stacks, layers=[0] if self.rotary else None).start == "exact"
+        except PosencError:
+            return False  # Patching says why.
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a scheme begins in a model if nothing else is asked for."""
+
+    native: str = "remove"
+    fit: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    exact: bool = False
+
+    @classmethod
+    def of(cls, info: SchemeInfo, facts: Facts, *, decodes_only: bool) -> Start:
+        """Return the start of a scheme, as its `adaptation` says."""
+        advice, stacks = info.adaptation, ["decoder"] if decodes_only else None
+        if info.cls.reproduces is not None and facts.starts_exact(info.name, stacks):
+            return cls(exact=True)
+        if info.family == _ADDED:
+            return cls("keep", options=info.cls.neutral_options or {})
+        if facts.rotary or (facts.relative and (advice.fit or advice.native == "handover")):
+            # A bias that was fitted to a table of both directions is poor in one.
+            return cls(advice.native, "attention" if advice.fit and decodes_only else advice.fit, advice.options)
+        return cls(advice.elsewhere)
+
+
+# -- rules -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    """What the rules read: `recipe` has the values of all earlier ones."""
+
+    asked: Asked
+    facts: Facts
+    recipe: Recipe
+
+    @functools.cached_property
+    def info(self) -> SchemeInfo | None:
+        """The scheme; `None` if there is none, or the goal does not choose for it."""
+        name = self.recipe.conversion.scheme
+        return None if name is None or (self.extends and name != self.way) else registry.get(name)
+
+    @functools.cached_property
+    def start(self) -> Start:
+        """How the scheme begins in the model."""
+        return Start() if self.info is None else Start.of(self.info, self.facts, decodes_only=self.decodes_only)
+
+    @property
+    def decodes_only(self) -> bool:
+        """Whether an encoder would not tell its two directions apart, so that the decoder alone is converted."""
+        info = self.info
+        if info is None or not self.facts.config.is_encoder_decoder:
+            return False
+        return info.adaptation.symmetric or "bidirectional" not in info.directions
+
+    @property
+    def extends(self) -> bool:
+        """Whether longer texts are the goal."""
+        return self.asked.goal == "extend"
+
+    @functools.cached_property
+    def way(self) -> str:
+        """The way to extend the model."""
+        facts, by = self.facts, self.asked.extension.by
+        ways = [*facts.ways, *registry.schemes()]
+        if by is None:
+            return facts.ways[0] if facts.ways else _measured_scheme(facts)
+        if by not in ways:
+            why = "the model has no rotary encoding" if by in ROPES else suggest(by, ways)
+            raise RecipeError(f"by is {shown(by)}: {why}; expected {', '.join(ways)}.")
+        return by
+
+    @property
+    def far(self) -> int:
+        """The length that an extension is for."""
+        factor, most = self.asked.extension.factor, MOST // self.facts.own
+        if factor > most:
+            raise RecipeError(f"factor is {factor}; expected a number above 1 and at most {most:,}.")
+        return int(self.facts.own * factor)
+
+    @property
+    def length(self) -> int:
+        """Tokens per window of the training."""
+        return self.recipe.training.length or self.facts.own
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the training as it is asked for."""
+        return self.asked.recipe.training.steps * self.asked.recipe.training.batch_size * self.length
+
+    @property
+    def wanted(self) -> str | None:
+        """The fate of the model's own encoding that is asked for: by its key, by the goal, or for want of rows."""
+        if self.asked.gives("conversion.native") or self.asked.goal == "remove":
+            return self.asked.recipe.conversion.native
+        return "remove" if self.extends and self.facts.native == "table" else None
+
+    @property
+    def fate(self) -> str:
+        """The fate of the model's own encoding that suits, whether all layers can take it or not."""
+        # Without the model's own weights, nothing learns to do without its encoding.
+        alone = self.recipe.adapter.kind == "scheme" and not self.start.exact
+        return self.wanted or ("keep" if alone else self.start.native)
+
+    @property
+    def untransferred(self) -> str:
+        """`conversion.native` where no attention transfer comes first."""
+        # All layers fade alike, also those that are made local.
+        fades = of_config(self.facts.config).native_fades and not self.asked.gives("conversion.window")
+        return "remove" if self.fate == "handover" and not fades else self.fate
+
+    @functools.cached_property
+    def transfers(self) -> bool:
+        """Whether the attention transfer comes first: in a model of real size, instead of a fit or a handover."""
+        is_free = self.wanted is None and not self.asked.gives("conversion.fit") and self.untransferred != "keep"
+        is_off = self.asked.gives("transfer.steps") and self.recipe.transfer.steps == 0
+        # The original's positions must act in attention, and so must the scheme.
+        acts = self.info is not None and self.info.cls.embed is Scheme.embed and not self.start.exact
+        is_real = self.facts.rotary and self.facts.causal and self.facts.width >= _REAL
+        return acts and is_real and is_free and not is_off and not self.extends
+
+
+def _scheme(case: Case) -> Any:
+    is_scheme = case.extends and case.way not in (*ROPES, WINDOWS)
+    return case.way if is_scheme else case.recipe.conversion.scheme
+
+
+def _rope(case: Case) -> Any:
+    if not case.extends or case.way not in ROPES:
+        return case.recipe.conversion.rope
+    return rotary.rescaled(case.facts.config, case.way, case.far / case.facts.own, case.facts.own)
+
+
+def _length(case: Case) -> int | None:
+    if case.extends and not case.facts.causal:
+        return case.far
+    found = min(case.facts.own, WINDOW)
+    return None if found == case.facts.trained else found
+
+
+def _batch_size(case: Case) -> int:
+    if case.extends and not case.facts.causal and not case.asked.gives("training.length"):
+        return max(1, 8 * case.facts.own // case.far)
+    return case.recipe.training.batch_size
+
+
+def _transfer_steps(case: Case) -> int:
+    if not case.transfers:
+        return case.recipe.transfer.steps
+    # No more tokens than a short training has.
+    return max(1, min(_TRANSFER, case.tokens) // (case.facts.processes * case.length))
+
+
+def _native(case: Case) -> str:
+    if case.info is None:
+        return case.recipe.conversion.native
+    return "remove" if case.transfers else case.untransferred
+
+
+def _fit(case: Case) -> str | None:
+    return case.start.fit if case.fate == case.start.native and not case.transfers else None
+
+
+def _options(case: Case) -> dict[str, Any]:
+    given = case.recipe.conversion.options
+    if case.info is None:
+        return given
+    advice, neutral = case.info.adaptation, case.info.cls.neutral_options or {}
+    found = dict(case.start.options)
+    if case.fate != case.start.native:
+        found = dict(neutral) if case.fate == "keep" else {}
+    if case.untransferred == "handover" and "gate" in neutral:
+        found["gate"] = False  # The handover brings the scheme in, and a gate that starts at 0 would keep it out.
+    if not case.facts.causal and not case.decodes_only:
+        found |= advice.encoder
+    for option, windows in advice.windows.items():
+        found[option] = max(1, round(case.length * windows))
+    return found | given
+
+
+def _teacher(case: Case) -> Distillation:
+    if case.transfers:
+        return Distillation(share=1.0)
+    changes = case.asked.goal in ("swap", "remove") or (case.extends and case.info is not None)
+    return Distillation(share=1.0, hidden=2.0, until=0.8) if changes else case.recipe.distillation
+
+
+def _skip_to(case: Case) -> int | None:
+    own, far = case.facts.own, 0
+    if case.extends:
+        far = case.far
+    elif case.info is not None and case.info.adaptation.reach > 1:
+        far = max(own, case.info.adaptation.reach * min(own, WINDOW))
+    # A table of positions that stays has no rows beyond.
+    ends = case.facts.native == "table" and case.recipe.conversion.native != "remove"
+    # Windows of which positions are skipped hold one long text.
+    can = case.facts.causal and case.recipe.data.packing != "documents" and not (ends and far > own)
+    return far if can and far > case.length else None
+
+
+def _contexts(case: Case) -> list[int] | None:
+    """Return contexts that cost no more than the training."""
+    # It brings datasets and matplotlib, for which `recipes --for` need not wait.
+    from hf_posenc.recipes.evaluation.perplexity import TARGETS
+
+    own, length = case.facts.own, case.length
+    reach = max(own, length if case.extends else 0, case.recipe.training.skip_to or 0)
+    if case.facts.trained is None and reach > own:
+        # Nothing else knows how long the texts of the model's own training were.
+        return [each for power in range(9) if (each := own << power) <= reach * 2]
+    if own <= _LENGTH:
+        return None
+    affordable = case.tokens // Evaluation.windows
+    most = min(max(4 * length, reach), max(length, affordable // _MEASURED))
+    found = {each for each in (length // 4, length, 4 * length, own, reach) if TARGETS <= each <= most}
+    if case.extends and reach <= affordable // _WANTED:
+        found.add(reach)
+    return sorted(found) or [TARGETS]
+
+
+# Each rule may read the values of those above it.
+RULES: dict[str, Callable[[Case], Any]] = {
+    "conversion.scheme": _scheme,
+    "conversion.rope": _rope,
+    "conversion.stacks": lambda case: ["decoder"] if case.decodes_only else None,
+    "training.length": _length,
+    "training.batch_size": _batch_size,
+    "training.precision": lambda case: case.facts.precision,
+    "transfer.steps": _transfer_steps,
+    # One window for each process: small steps are worth more than tokens.
+    "transfer.batch_size": lambda case: case.facts.processes if case.transfers else case.recipe.transfer.batch_size,
+    "conversion.native": _native,
+    "conversion.fit": _fit,
+    "conversion.options": _options,
+    "distillation.share": lambda case: _teacher(case).share,
+    "distillation.hidden": lambda case: _teacher(case).hidden,
+    "distillation.until": lambda case: _teacher(case).until,
+    "training.skip_to": _skip_to,
+    "evaluation.contexts": _contexts,
+}
+
+
+def resolve(asked: Asked, facts: Facts) -> Recipe:
+    """Return the recipe in which each key of `RULES` that is not given has the value of its rule."""
+    checks.check_scheme_name(asked.recipe, asked.goal)
+    case = Case(asked, facts, asked.recipe)
+    for path, rule in RULES.items():
+        if not asked.gives(path):
+            section, _, key = path.partition(".")
+            changed = replace(getattr(case.recipe, section), **{key: rule(case)})
+            case.recipe = replace(case.recipe, **{section: changed})
+    return case.recipe
+
+
+# -- what was measured -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -67,262 +454,31 @@ def recommended(config: Any) -> list[Recommendation]:
     """Return the recipes that suit a model: those that were measured first, best first."""
     if record.from_config(config):
         return [Recommendation("control")]  # It is converted already.
-    case = _Case(config, {})
-    measured, found = _data()["measured"][case.native], []
-    for row in measured["recipes"]:
-        found.append(Recommendation(row["recipe"], row.get("quality"), row.get("far"), measured["model"]))
-    suited = [name for name, info in registry.schemes().items() if case.suits(info) and info.family != _ADDED]
+    facts = Facts.of(config)
+    suited = [name for name, info in registry.schemes().items() if facts.suits(info) and info.family != _ADDED]
     far = [name for name in suited if registry.get(name).adaptation.reach]
-    ways = ["extend", "remove", *(f"extend by={name}" for name in (*case.ways, *far))]
+    ways = ["extend", "remove", *(f"extend by={name}" for name in (*facts.ways, *far))]
     ways += [*(f"swap scheme={name}" for name in suited), "control"]
+    measured = _data()["measured"][facts.native]
+    found = [
+        Recommendation(row["recipe"], row.get("quality"), row.get("far"), measured["model"])
+        for row in measured["recipes"]
+        if any(f"{row['recipe']} ".startswith(f"{way} ") for way in ways)
+    ]
     known = {each.words for each in found}
-    found = [each for each in found if each.words in ways]
     return [*found, *(Recommendation(words) for words in ways if words not in known)]
 
 
+def _measured_scheme(facts: Facts) -> str:
+    """Return the best scheme of which long texts were measured."""
+    rows = [row for row in _data()["measured"][facts.native]["recipes"] if "far" in row]
+    rows.sort(key=lambda row: row["quality"] * row["far"])
+    names = (str(row["recipe"]).rpartition("=")[2] for row in rows)
+    return next(name for name in names if facts.suits(registry.get(name)))
+
+
 @functools.cache
-def _data() -> Content:
-    found: Content = fields.parse((Path(__file__).parent / "goals.yaml").read_text(encoding="utf-8"), "goals.yaml")
+def _data() -> dict[str, Any]:
+    text = (Path(__file__).parent / "goals.yaml").read_text(encoding="utf-8")
+    found: dict[str, Any] = fields.typed(fields.parse(text, "goals.yaml"))
     return found
-
-
-def read_recipe(source: str | Path, overrides: Sequence[str] = (), *, config: Any = None) -> Recipe:
-    """Read and validate a recipe.
-
-    Args:
-        source: YAML file, or name of a built-in recipe, which follows from the config of the model.
-        overrides: Strings `section.key=value`, with values in YAML; they take precedence over the file. The section
-            may be left out where that is clear.
-        config: Config of the model, if it is at hand.
-
-    Raises:
-        RecipeError: The recipe does not exist, is not YAML or does not match the schema, its keys contradict each
-            other, or its scheme or options do not exist.
-        CheckpointError: The config of the model cannot be read.
-    """
-    if library.is_file(source):
-        content = fields.parse(library.content(source), str(source))
-        if not isinstance(content, dict):
-            kind = "empty" if content is None else f"a {type(content).__name__}"
-            raise RecipeError(f"{source} is {kind}; expected keys, such as model and conversion.")
-    else:
-        content, overrides = resolve(Recipe, str(source), overrides, config)
-    recipe = fields.build(Recipe, content, where=str(source), overrides=overrides)
-    checks.check(recipe, str(source))
-    return recipe
-
-
-def resolve(
-    kind: type[Any], source: str, overrides: Sequence[str], config: Any = None
-) -> tuple[Content, tuple[str, ...]]:
-    """Return the content of a built-in recipe for a model, and the overrides that are keys of it.
-
-    `kind` is the class of recipes. `extend` has two keys more, `factor` and `by`. A config of `None` is read.
-    """
-    if source not in library.names():
-        raise RecipeError(f"There is no recipe {shown(source)}. {_instead(source)} A file ends in .yaml.")
-    content: Content = fields.parse(library.content(source), source)
-    ways: Content = {}
-    of_extend = [pair for pair in overrides if source == "extend" and pair.partition("=")[0] in ("factor", "by")]
-    fields.override(kind, ways, of_extend)
-    overrides = tuple(pair for pair in overrides if pair not in of_extend)
-    given = copy.deepcopy(content)
-    paths = fields.override(kind, given, overrides)
-    config = load_config(str(given["model"])) if config is None else config
-    sections = {name: given.get(name, {}) for name in _READ}
-    if not all(isinstance(section, dict) for section in sections.values()):
-        return content, overrides  # An error of the user, which validation names.
-    case = _Case(config, content, **sections)
-    scheme = case.conversion.get("scheme")
-    if source == "extend":
-        case.extend(**ways)
-    elif scheme is not None:
-        case.swap(str(scheme))
-    elif source == "swap" and not {("conversion",), ("conversion", "scheme")} & set(paths):
-        raise RecipeError(
-            "swap needs a scheme: give scheme=NAME. `hf-posenc recipes --for MODEL` recommends some, and `hf-posenc "
-            "schemes` lists all."
-        )
-    case.size()
-    return content, overrides
-
-
-def _instead(source: str) -> str:
-    """Return what to take in the place of a recipe that does not exist."""
-    scheme = source.partition("-")[2]
-    now = _data()["earlier"].get(source) or (f"swap scheme={scheme}" if scheme in registry.schemes() else None)
-    return suggest(source, library.names()) if now is None else f"Take {now} model=DIR."
-
-
-class _Case:
-    """A model and a goal, whose `content` is filled in; the sections are there as the user gave them."""
-
-    def __init__(self, config: Any, content: Content, **given: Content) -> None:
-        self.config, self.content = config, content
-        self.conversion, self.training, data, adapter, self.transfer = (given.get(name, {}) for name in _READ)
-        self.exact = self.extends = False
-        # Whether only the scheme's weights are trained.
-        self.alone = adapter.get("kind") == "scheme"
-        self.rotary = bool(getattr(config, "rope_parameters", None))
-        self.relative = hasattr(config, "relative_attention_num_buckets")
-        self.causal = auto_class(config) is AutoModelForCausalLM
-        self.own = self.reach = trained_length(config) or _LENGTH
-        length = self.training.get("length")
-        self.length = length if isinstance(length, int) and 0 < length <= MOST else min(self.own, WINDOW)
-        # Windows of which positions are skipped hold one long text.
-        self.skips = self.causal and data.get("packing") != "documents" and "skip_to" not in self.training
-
-    def set(self, section: str, **keys: Any) -> None:
-        """Set keys of a section."""
-        self.content.setdefault(section, {}).update(keys)
-
-    def swap(self, name: str) -> None:
-        """Bring in a scheme as its `adaptation` says."""
-        try:
-            info = registry.get(name)
-        except PosencError:
-            return  # Validation says why.
-        self.set("conversion", scheme=name, **self._suited(info))
-        self._transfer(info)
-        if info.adaptation.reach > 1:
-            self._train_to(max(self.own, info.adaptation.reach * min(self.own, WINDOW)))
-
-    def _transfer(self, info: SchemeInfo) -> None:
-        """Begin with the attention transfer in a model of real size, instead of a fit or a handover."""
-        conversion = self.content["conversion"]
-        hidden = self.config.get_text_config().hidden_size
-        # The original's positions must act in attention, and so must the scheme.
-        if not self.rotary or info.cls.embed is not Scheme.embed or self.exact:
-            return
-        if not self.causal or hidden < _REAL:
-            return
-        if conversion["native"] == "keep" or {"native", "fit"} & set(self.conversion):
-            return
-        if self.transfer.get("steps") == 0:
-            return
-        conversion |= {"native": "remove", "fit": None}
-        self.content["distillation"] = {"share": 1.0}
-        # No more tokens than a short training has, in as many steps as there can be: one window for each process.
-        windows = int(os.environ.get("WORLD_SIZE", "1"))
-        steps = max(1, min(_TRANSFER, self._tokens()) // (windows * self.length))
-        self.set("transfer", steps=steps, batch_size=windows)
-
-    def _suited(self, info: SchemeInfo) -> Content:
-        """Return the keys of the conversion to a scheme."""
-        advice, options = info.adaptation, {}
-        behind_only = self.config.is_encoder_decoder and (advice.symmetric or "bidirectional" not in info.directions)
-        stacks = ["decoder"] if behind_only else None
-        native, fit = advice.elsewhere, None
-        self.exact = False
-        if info.cls.reproduces is not None and self._starts_exact(info.name, stacks):
-            native, self.exact = "remove", True
-        elif info.family == _ADDED:
-            native, options = "keep", dict(info.cls.neutral_options or {})
-        elif self.rotary or (self.relative and (advice.fit or advice.native == "handover")):
-            # A bias that was fitted to a table of both directions is poor in one.
-            native, fit = advice.native, "attention" if advice.fit and behind_only else advice.fit
-            options = dict(advice.options)
-        # Without the model's own weights, nothing learns to do without its encoding.
-        wanted = self.conversion.get("native", "keep" if self.alone and not self.exact else native)
-        if wanted != native:
-            native, fit, options = wanted, None, dict(info.cls.neutral_options or {}) if wanted == "keep" else {}
-        # All layers fade alike, also those that are made local.
-        if native == "handover" and ("window" in self.conversion or not of_config(self.config).native_fades):
-            native = "remove"
-        if native == "handover" and "gate" in (info.cls.neutral_options or {}):
-            options["gate"] = False  # The handover brings the scheme in, and a gate that starts at 0 would keep it out.
-        if not self.causal and not behind_only:
-            options |= advice.encoder
-        for option, windows in advice.windows.items():
-            options[option] = max(1, round(self.length * windows))
-        return {"native": native, "fit": fit, "options": options, "stacks": stacks}
-
-    def _starts_exact(self, name: str, stacks: list[str] | None) -> bool:
-        try:
-            # One layer of a rotary model tells, and is faster to look at than all.
-            return plan(self.config, name, stacks=stacks, layers=[0] if self.rotary else None).start == "exact"
-        except PosencError:
-            return False  # Patching says why.
-
-    def extend(self, factor: Any = _FACTOR, by: Any = None) -> None:
-        """Reach texts of a multiple of the trained length, by one of `ways` or a scheme, which the model may choose."""
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 < factor <= MOST // self.own:
-            raise RecipeError(
-                f"factor is {shown(factor)}; expected a number above 1, such as factor=4, and at most "
-                f"{MOST // self.own:,}."
-            )
-        far, self.extends = int(self.own * factor), True
-        ways = [*self.ways, *registry.schemes()]
-        if by is None:
-            by = self.ways[0] if self.ways else self._measured_scheme()
-        if by not in ways:
-            why = "the model has no rotary encoding" if by in ROPES else suggest(str(by), ways)
-            raise RecipeError(f"by is {shown(by)}: {why}; expected {', '.join(ways)}.")
-        if by in ROPES:
-            self.set("conversion", rope=rotary.rescaled(self.config, by, far / self.own, self.own))
-        elif by != WINDOWS:
-            self.content["distillation"] = fields.parse(library.content("swap"), "swap")["distillation"]
-            if not (self.rotary or self.relative):
-                self.conversion.setdefault("native", "remove")  # A table has no rows for what is wanted.
-            self.set("conversion", **{"scheme": by, **self._suited(registry.get(by))})
-        if self.causal:
-            self._train_to(far)
-        elif "length" not in self.training:
-            self.length = self.reach = far
-            self.set("training", length=far, batch_size=max(1, 8 * self.own // far))
-
-    @property
-    def ways(self) -> tuple[str, ...]:
-        """Ways to extend the native encoding, best first; a table of positions has none."""
-        return (*(ROPES if self.rotary else ()), *((WINDOWS,) if self.rotary or self.relative else ()))
-
-    @property
-    def native(self) -> str:
-        """Kind of the native encoding in what was measured."""
-        return "rotation" if self.rotary else "buckets" if self.relative else "table"
-
-    def suits(self, info: SchemeInfo) -> bool:
-        """Whether a scheme is defined for the model, and tells its directions apart."""
-        advice, one_way = info.adaptation, self.causal or self.config.is_encoder_decoder
-        return one_way or ("bidirectional" in info.directions and (not advice.symmetric or bool(advice.encoder)))
-
-    def _measured_scheme(self) -> str:
-        """Return the best scheme of which long texts were measured."""
-        rows = _data()["measured"][self.native]["recipes"]
-        rows = sorted((row for row in rows if "far" in row), key=lambda row: row["quality"] * row["far"])
-        names = (str(row["recipe"]).rpartition("=")[2] for row in rows)
-        return next(name for name in names if self.suits(registry.get(name)))
-
-    def _train_to(self, far: int) -> None:
-        """Spread the positions of windows over a longer text."""
-        table_stays = not (self.rotary or self.relative) and self.content["conversion"].get("native") != "remove"
-        if self.skips and far > self.length and not (table_stays and far > self.own):
-            self.reach = far
-            self.set("training", skip_to=far)
-
-    def _tokens(self) -> int:
-        """Return the tokens of the training."""
-        steps, windows = (self.training.get(name) for name in ("steps", "batch_size"))
-        steps, windows = (given if isinstance(given, int) else usual for given, usual in ((steps, 300), (windows, 8)))
-        return steps * windows * self.length
-
-    def size(self) -> None:
-        """Set lengths and precision where those of the model would cost too much."""
-        if "length" not in self.training and self.length != trained_length(self.config):
-            self.set("training", length=self.length)
-        if trained_length(self.config) is None and self.reach > self.own:
-            # Nothing else knows how long the texts of the model's own training were.
-            longest = self.reach * 2
-            self.set("evaluation", contexts=[each for power in range(9) if (each := self.own << power) <= longest])
-        elif self.own > _LENGTH:
-            contexts = {self.length // 4, self.length, 4 * self.length, self.own, self.reach}
-            affordable = self._tokens() // Evaluation.windows
-            most = min(max(4 * self.length, self.reach), max(self.length, affordable // _MEASURED))
-            fitting = {each for each in contexts if TARGETS <= each <= most}
-            if self.extends and self.reach <= affordable // _WANTED:
-                fitting.add(self.reach)
-            self.set("evaluation", contexts=sorted(fitting) or [TARGETS])
-        # On CPUs the gain is as large for a model that was saved in float32, and its loss is the same.
-        is_half = self.config.dtype in (torch.bfloat16, torch.float16)
-        if (is_half or not torch.cuda.is_available()) and bfloat16_pays(self.config.get_text_config().hidden_size):
-            self.set("training", precision="bfloat16")

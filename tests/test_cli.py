@@ -116,8 +116,8 @@ def test_results_are_read_by_programs_and_notebooks(checkpoints: dict[str, Path]
     assert {"swap", "control"} < {each["name"] for each in json.loads(run("recipes", "--json").stdout)}
     suiting = strict_json(run("recipes", "--for", checkpoints["llama"], "--json", "--all").stdout)
     assert len(suiting) > 5
-    assert {type(each[name]) for each in suiting for name in ("quality", "at 4x")} == {float, type(None)}
-    assert {"recipe", "quality", "at 4x", "measured on"} == set(suiting[0])
+    assert {type(each[name]) for each in suiting for name in ("quality", "far")} == {float, type(None)}
+    assert {"recipe", "quality", "far", "measured on"} == set(suiting[0])
 
 
 def test_remedies_are_in_the_syntax_of_the_command(checkpoints: dict[str, Path]) -> None:

@@ -39,10 +39,9 @@ def recipes(
     if context.invoked_subcommand is not None:
         return
     from hf_posenc.recipes import library
-    from hf_posenc.recipes.schema import fields
 
     if model is None:
-        known = {name: fields.parse(library.content(name), name)["summary"] for name in library.names()}
+        known = {name: library.content(name)["summary"] for name in library.names()}
         print_table(("name", "summary"), list(known.items()), as_json=as_json)
         if not as_json:
             typer.echo("\nThose for your model, with what was measured:\n\n    hf-posenc recipes --for MODEL")
@@ -53,15 +52,14 @@ def recipes(
     config = loading.load_config(model)
     loading.language_class(model, config)
     found = goals.recommended(config)
-    headers = ("recipe", "quality", "at 4x", "measured on")
+    headers = ("recipe", "quality", "far", "measured on")
     rows = [(each.words, each.quality, each.far, each.model) for each in found][: None if every else 5]
     print_table(headers, rows, as_json=as_json)
     if as_json:
         return
     typer.echo(
-        "\nquality: perplexity over that of the native model with the same training. at 4x: perplexity at four times "
-        "the trained length over that at the trained length. These are small models: a large one needs more tokens to "
-        "do without its own encoding."
+        "\nquality: perplexity over that of the native model with the same training. far: perplexity of long texts "
+        "over that at the length of the windows in training."
     )
     if len(found) > len(rows):
         typer.echo(f"{len(found) - len(rows)} more: --all")

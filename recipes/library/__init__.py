@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from hf_posenc.errors import RecipeError, suggest
 from hf_posenc.patches.atomic_files import reading
 from hf_posenc.recipes.schema.fields import LARGEST_TEXT
+from hf_posenc.recipes.schema.fields import LARGEST_TEXT, parse
 
 FOLDER = Path(__file__).parent
 CONFIGS = FOLDER.parent / "configs"
@@ -20,14 +22,18 @@ def names() -> list[str]:
     return _names(FOLDER)
 
 
-def content(source: str | Path) -> str:
-    """Return the text of a recipe: a YAML file, or a built-in one by its name; raise `RecipeError` if there is none."""
+def content(source: str | Path) -> dict[str, Any]:
+    """Return the content of a YAML file, or of a built-in recipe by its name; raise `RecipeError` if there is none."""
     path = Path(source) if is_file(source) else FOLDER / f"{source}.yaml"
     if not path.exists():
         raise RecipeError(f"There is no file {path}. Give a file that is there, or the name of a recipe.")
     # One character more than is read later, of a file that may be endless.
     with reading(f"The recipe {path}", kind=RecipeError), path.open(encoding="utf-8") as file:
-        return file.read(LARGEST_TEXT + 1)
+        found = parse(file.read(LARGEST_TEXT + 1), str(source))
+    if not isinstance(found, dict):
+        kind = "empty" if found is None else f"a {type(found).__name__}"
+        raise RecipeError(f"{source} is {kind}; expected keys, such as model and conversion.")
+    return found
 
 
 def is_file(source: str | Path) -> bool:

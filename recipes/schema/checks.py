@@ -27,6 +27,7 @@ def check(recipe: Recipe, where: str) -> None:
 
     `where` names the recipe.
     """
+    check_scheme_name(recipe, where)
     for problem in (*_without_effect(recipe), *_contradictions(recipe), *_of_scheme(recipe), *_of_text(recipe)):
         raise RecipeError(f"{where}: {problem}")
 
@@ -139,17 +140,21 @@ def _of_text(recipe: Recipe) -> Iterator[str]:
 # -- scheme ------------------------------------------------------------------------------------------------------------
 
 
+def check_scheme_name(recipe: Recipe, where: str) -> None:
+    """Raise `RecipeError` if there is no scheme of the name."""
+    if recipe.conversion.scheme is not None:
+        try:
+            registry.get(recipe.conversion.scheme)
+        except PosencError as error:
+            raise RecipeError(f"{where}: conversion.scheme: {error}") from error
+
+
 def _of_scheme(recipe: Recipe) -> Iterator[str]:
     conversion, name = recipe.conversion, recipe.conversion.scheme
     if name is None:
         return
     try:
-        info = registry.get(name)
-    except PosencError as error:
-        yield f"conversion.scheme: {error}"
-        return
-    try:
-        registry.check_options(info, conversion.options)
+        registry.check_options(registry.get(name), conversion.options)
     except PosencError as error:
         yield f"conversion.options: {error} Set conversion.options={{}} for its defaults."
         return

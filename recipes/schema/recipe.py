@@ -6,20 +6,19 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import AllowInfNan, ConfigDict, Strict, StringConstraints
+from pydantic import AllowInfNan, BeforeValidator, ConfigDict, StringConstraints
 
 from hf_posenc.recipes.schema import fields
 
 # The largest count: of steps, tokens or documents; and the largest of other numbers, rates included.
 MOST, _LARGEST = 2**31 - 1, 1e12
 
-Whole = Annotated[int, Strict()]
-Number = Annotated[float, Strict(), AllowInfNan(False)]
-Switch = Annotated[bool, Strict()]
-Count = Annotated[Whole, Ge(1), Le(MOST)]
-Length = Annotated[Whole, Ge(2), Le(MOST)]
-CountOrNone = Annotated[Whole, Ge(0), Le(MOST)]
-Seed = Annotated[Whole, Ge(0), Lt(2**32)]
+Number = Annotated[float, AllowInfNan(False)]
+Count = Annotated[int, Ge(1), Le(MOST)]
+Length = Annotated[int, Ge(2), Le(MOST)]
+CountOrNone = Annotated[int, Ge(0), Le(MOST)]
+Options = dict[str, Annotated[Any, BeforeValidator(fields.typed)]]
+Seed = Annotated[int, Ge(0), Lt(2**32)]
 Amount = Annotated[Number, Ge(0), Le(_LARGEST)]
 Positive = Annotated[Number, Gt(0), Le(_LARGEST)]
 Share = Annotated[Number, Ge(0), Le(1)]
@@ -28,7 +27,7 @@ PartialShare = Annotated[Number, Ge(0), Lt(1)]
 Name = Annotated[str, MinLen(1)]
 Names = Annotated[list[Name], MinLen(1)]
 Counts = Annotated[list[Count], MinLen(1)]
-Indices = Annotated[list[Annotated[Whole, Ge(-MOST), Le(MOST)]], MinLen(1)]
+Indices = Annotated[list[Annotated[int, Ge(-MOST), Le(MOST)]], MinLen(1)]
 Pattern = Annotated[str, StringConstraints(pattern="^every:[1-9][0-9]*$")]
 Stacks = Annotated[list[Literal["encoder", "decoder"]], MinLen(1)]
 Schedule = Literal["cosine", "linear", "inverse_sqrt", "cosine_with_restarts", "constant_with_warmup", "constant"]
@@ -64,8 +63,8 @@ class Conversion(Section):
     """
 
     scheme: Name | None
-    options: dict[str, Any] = field(default_factory=dict)
-    rope: dict[str, Any] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
+    rope: Options = field(default_factory=dict)
     native: Literal["remove", "keep", "handover"] = "remove"
     handover: SomeShare = 0.3
     anneal: SomeShare = 0.3
@@ -110,7 +109,7 @@ class Data(Section):
     column: Name = "text"
     held_out: Name | None = None
     held_out_share: Annotated[Number, Gt(0), Lt(1)] = 0.1
-    streaming: Switch = False
+    streaming: bool = False
     packing: Literal["windows", "documents"] = "windows"
     limit: Count | None = None
 
@@ -154,7 +153,7 @@ class Training(Section):
     max_grad_norm: Amount = 1.0
     skip_to: Count | None = None
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    gradient_checkpointing: Switch = False
+    gradient_checkpointing: bool = False
     seed: Seed = 0
 
     @property
@@ -179,7 +178,7 @@ class Transfer(Section):
     steps: CountOrNone = 0
     batch_size: Count | None = None
     micro_batch_size: Count | None = None
-    projections: Switch = True
+    projections: bool = True
     learning_rate: Amount | None = None
     scheme_learning_rate: Amount | None = None
 
@@ -253,7 +252,7 @@ class Adapter(Section):
     alpha: Positive = 16.0
     dropout: PartialShare = 0.0
     targets: Names | None = None
-    four_bit: Switch = False
+    four_bit: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
