@@ -11,7 +11,6 @@ An error leaves the model as it was. A `CheckpointError` is also a `RuntimeError
 when weights do not fit.
 """
 
-import re
 import reprlib
 import sys
 from collections.abc import Iterable
@@ -136,18 +135,3 @@ def suggest(got: str, known: Iterable[str]) -> str:
     near = get_close_matches(got[:_VALUE].lower(), words, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     return f"{hint}Known: {', '.join(words) if words else 'none'}."
-
-
-def restated(message: str, keyword: str, option: str) -> str:
-    """Return a message with the keywords of `patch` in the syntax of a command.
-
-    `keyword` is the form of `native=`, `layers=` and `stacks=`, such as `"--{} {}"`; `option` that of a scheme's.
-    """
-
-    def word(found: re.Match[str]) -> str:
-        name, value = found[1], (found[2] or found[3]).strip("'")
-        return (keyword if name in ("native", "layers", "stacks") else option).format(name, value)
-
-    start = re.compile(r"(?<=An exact start: ).*?(?=\.$)")
-    message = start.sub(lambda found: re.sub(r"(\w+)=(?:('[^']*')|([^ ,]+)),?", word, found[0]), message)
-    return re.sub(r"(?<![\w.])(native|layers|stacks)=(?:('[^']*')|(\[[^\]]*\]))", word, message)

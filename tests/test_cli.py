@@ -33,7 +33,7 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc import cli
-from hf_posenc.cli.application import in_syntax_of, print_json
+from hf_posenc.cli.application import print_json
 from hf_posenc.recipes import library
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.runs import run as runs
@@ -120,16 +120,13 @@ def test_results_are_read_by_programs_and_notebooks(checkpoints: dict[str, Path]
     assert {"recipe", "quality", "far", "measured on"} == set(suiting[0])
 
 
-def test_remedies_are_in_the_syntax_of_the_command(checkpoints: dict[str, Path]) -> None:
-    said = run("plan", checkpoints["llama"], "fox").stdout
-    assert "An exact start: --native keep -o init=horizon." in said
-    assert "An exact start: native='keep', init='horizon'." in str(hf_posenc.plan(small("llama"), "fox"))
-    refused = run("plan", checkpoints["llama"], "nope", "--stacks", "encoder")
-    assert "--stacks ['encoder']: a LlamaForCausalLM has" in refused.stderr
-    words = "patch with native='keep', or layers=[0, 1]."
-    assert in_syntax_of("train", words) == "patch with conversion.native=keep, or conversion.layers=[0, 1]."
-    assert in_syntax_of("train", "conversion.layers=[]: expected") == "conversion.layers=[]: expected"
-    assert in_syntax_of("plan", "got native='x'.") == "got --native x."
+def test_options_of_a_scheme_are_given_in_one_way(checkpoints: dict[str, Path]) -> None:
+    for pair in ("threshold=32", "init=zero", "gate=True", "width=16"):
+        for words in (("plan", checkpoints["llama"], "fire"), ("recipes", "show", "swap", "scheme=fire")):
+            one, other = run(*words, f"scheme.{pair}"), run(*words, "-o", pair)
+            assert one.stdout == other.stdout
+            assert one.stdout != run(*words).stdout, (words, pair)
+    assert read_recipe("swap", ["scheme=fire", "scheme.init=zero"]).conversion.options["init"] == "zero"
 
 
 def test_a_shell_completes_commands_and_schemes() -> None:
@@ -141,21 +138,6 @@ def test_a_shell_completes_commands_and_schemes() -> None:
 
     assert completed("hf-posenc", "ver") == ["verify"]
     assert completed("hf-posenc", "info", "fox") == ["fox", "fox_pro"]
-
-
-def test_selections_of_layers(checkpoints: dict[str, Path]) -> None:
-    for text, expected in (
-        ("0,2", "2: 0, 2"),
-        ("-1", "1: 3"),
-        ("0:3", "3: 0-2"),
-        (":3:2", "2: 0, 2"),
-        ("every:4", "1: 3"),
-    ):
-        assert expected in run("plan", checkpoints["llama"], "alibi", "--layers", text).stdout
-    result = run("plan", checkpoints["t5"], "fire", "--native", "keep", "--stacks", "decoder").stdout
-    assert "exact with native kept" in result
-    assert "layers (decoder)" in result
-    assert "layers (encoder)" not in result
 
 
 def test_the_model_that_comes_along_has_a_name(tmp_path: Path) -> None:
@@ -284,9 +266,6 @@ def test_dry_run_says_what_would_be_done(calls: list[tuple[Any, ...]], tmp_path:
         assert part in result.stdout
     assert calls == []
     assert list(tmp_path.iterdir()) == []
-    # Remedies are keys of a recipe.
-    result = run("train", "swap", "scheme=kerple", "--out", tmp_path / "out", "--dry-run")
-    assert "conversion.native=keep conversion.options.gate=True" in result.stdout
 
 
 def test_the_control_that_a_run_proposes_skips_no_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,11 +282,9 @@ def test_the_control_that_a_run_proposes_skips_no_positions(tmp_path: Path, monk
 
 # What reads a text, with the words that name one; `fit` and `transfer` are stages of a recipe.
 READERS = {
-    **{f"train {goal}": "data=" for goal in ("swap scheme=kerple", "extend", "remove", "control")},
-    "train swap scheme=kerple fit=native": "data=",
-    "train swap scheme=kerple fit=attention": "data=",
     "train swap scheme=kerple transfer.steps=2": "data=",
-    "recipes show swap scheme=kerple": "data=",
+    "train control": "data=",
+    "recipes show swap scheme=kerple fit=native": "data=",
     "compare MODEL --schemes kerple": "data=",
     "eval MODEL MODEL:kerple": "--text",
     "layers MODEL kerple": "--text",
@@ -332,13 +309,6 @@ def test_a_text_is_asked_for_unless_the_model_is_the_built_in_one(
     assert f"Give {READERS[words]}" in line
     assert f"{READERS[words].replace('--text', '--text ')}builtin takes" in line
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-def test_a_recipe_for_the_built_in_model_asks_when_another_model_is_put_in(tmp_path: Path) -> None:
-    text = run("recipes", "show", "swap", "scheme=kerple").stdout
-    (tmp_path / "mine.yaml").write_text(text.replace("model: tiny-llama", f"model: {TINY_LLAMA}"), encoding="utf-8")
-    assert "No text" in run("train", tmp_path / "mine.yaml", "--dry-run").stderr.replace("no text", "No text")
-    assert run("train", tmp_path / "mine.yaml", "data=builtin", "--dry-run").exit_code == 0
 
 
 def test_a_text_that_is_read_again_and_again_is_said_before(tmp_path: Path) -> None:
@@ -451,10 +421,13 @@ def test_push_that_is_refused_is_one_line(hub: Hub, finished: Path) -> None:
 BAD = {
     "unknown scheme": ("plan {llama} fyre", ["'fyre'", "Did you mean 'fire'?"]),
     "unknown option": ("plan {llama} fire -o widht=3", ["no option 'widht'", "Did you mean 'width'?"]),
-    "option of patch": ("plan {llama} fire -o native=keep", ["fire has no option 'native'"]),
+    "option of patch": ("plan {llama} fire -o native=keep", ["'native' is no option", "give --native keep"]),
+    "key of patch": ("convert {llama} fire {empty}/out layers=0", ["'layers' is no option", "give --layers 0"]),
+    "key of a recipe": ("plan {llama} fire training.steps=3", ["'training.steps=3'", "hf-posenc train"]),
     "option without value": ("plan {llama} fire -o width", ["NAME=VALUE"]),
+    "option without its section": ("train swap scheme=fire width=3 --dry-run", ["given as scheme.width=VALUE"]),
     "option twice": ("plan {llama} fire -o width=3 -o width=4", ["width is given twice"]),
-    "layers": ("plan {llama} fire --layers first", ["--layers first", "every:N"]),
+    "layers": ("plan {llama} fire --layers first", ["layers='first'", "every:N"]),
     "layers out of range": ("plan {llama} fire --layers 9", ["layers 0 to 3"]),
     "missing directory": ("plan {empty}/nowhere fire", ["There is no directory", "nowhere"]),
     "no config": ("plan {empty} fire", ["no config.json"]),
@@ -576,13 +549,6 @@ def test_a_mistyped_directory_is_refused_at_once_without_a_network(
         assert (result.exit_code, len(result.stderr.strip().splitlines())) == (1, 1)
         assert "hf-posenc: There is no directory gfire, and the hub" in result.stderr
     assert not (tmp_path / "out").exists()
-
-
-def test_tables_keep_their_sentences_in_a_narrow_terminal() -> None:
-    for command, sentence in (("recipes", "Another positional"), ("schemes", "A small network of the")):
-        narrow = CliRunner().invoke(cli.app, [command], env={"FORCE_COLOR": "1", "COLUMNS": "80"}).stdout
-        assert (sentence in narrow, "…" in narrow) == (True, False)
-        assert max(map(len, re.sub(r"\x1b\[[\d;]*m", "", narrow).splitlines())) <= 80
 
 
 def test_bad_usage_exits_with_2(checkpoints: dict[str, Path]) -> None:

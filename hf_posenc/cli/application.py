@@ -19,13 +19,17 @@ import typer
 from typer.core import TyperGroup
 
 from hf_posenc import __version__
-from hf_posenc.errors import OptionError, PosencError, restated
+from hf_posenc.errors import OptionError, PosencError, shown
 from hf_posenc.patches import atomic_files
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 Word = TypeVar("Word")
+Options = Annotated[
+    list[str] | None,
+    typer.Option("--option", "-o", metavar="NAME=VALUE", help="An option of the scheme, as scheme.NAME=VALUE."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -45,19 +49,11 @@ class Commands(TyperGroup):
             with handled(_leave_nothing, signal.SIGTERM):
                 return super().invoke(ctx)
         except (PosencError, OSError) as error:
-            message = " ".join(str(error).split()) or type(error).__name__
-            typer.echo(f"hf-posenc: {in_syntax_of(ctx.invoked_subcommand, message)}", err=True)
+            typer.echo(f"hf-posenc: {' '.join(str(error).split()) or type(error).__name__}", err=True)
             raise typer.Exit(1) from error
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
-
-
-def in_syntax_of(command: str | None, message: str) -> str:
-    """Return a message with the keywords of `patch` as a command takes them: some have the keys of a recipe."""
-    has_keys = command in ("train", "resume", "compare")
-    keyword, option = ("conversion.{}={}", "conversion.options.{}={}") if has_keys else ("--{} {}", "-o {}={}")
-    return restated(message, keyword, option)
 
 
 def show(result: Any, *, as_json: bool) -> None:
@@ -65,7 +61,7 @@ def show(result: Any, *, as_json: bool) -> None:
     if as_json:
         print_json(result.to_dict())
     else:
-        typer.echo(in_syntax_of(None, str(result)))
+        typer.echo(str(result))
 
 
 def print_json(found: Any) -> None:
@@ -114,6 +110,8 @@ def quiet() -> None:
     """Silence transformers, datasets, the hub's client and our own log, and keep idle threads from spinning."""
     import logging
 
+    if sys.stderr.isatty():
+        typer.echo("loading torch and transformers ...", err=True)
     # Spinning threads make a small model ten times slower while other programs run. Torch reads this variable only when
     # it is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -129,6 +127,39 @@ def quiet() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("hf_posenc").setLevel(logging.ERROR)
+
+
+def keys_of(overrides: list[str] | None, options: list[str] | None) -> list[str]:
+    """Return `KEY=VALUE` pairs, in which `-o NAME=VALUE` is `scheme.NAME=VALUE`."""
+    return [*(overrides or ()), *(f"scheme.{pair}" for pair in options or ())]
+
+
+def scheme_options(scheme: str, overrides: list[str] | None, options: list[str] | None) -> dict[str, Any]:
+    """Return the options of a scheme that a command other than `train` is given; raise for keys of other kinds.
+
+    The names are checked here, because an option named like an argument of `patch` would be mistaken for it.
+    """
+    from hf_posenc import registry
+    from hf_posenc.patches.rotary import check_scheme
+    from hf_posenc.recipes.schema import fields
+
+    found: dict[str, Any] = {}
+    for pair in keys_of(overrides, options):
+        key, equals, value = pair.partition("=")
+        name = key.removeprefix("scheme.")
+        if name in ("native", "layers", "stacks"):
+            raise OptionError(f"{shown(name)} is no option of the scheme: give --{name} {value}.")
+        if not equals or name == key:
+            raise OptionError(
+                f"{shown(pair)}: expected scheme.NAME=VALUE or -o NAME=VALUE, such as scheme.width=64. Other keys are "
+                "those of recipes: hf-posenc train."
+            )
+        if name in found:
+            raise OptionError(f"{shown(pair)}: {name} is given twice.")
+        found[name] = fields.typed(fields.parse(value, shown(pair)))
+    check_scheme(scheme)
+    registry.check_options(registry.get(scheme), found)
+    return found
 
 
 def is_main() -> bool:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
 
-from hf_posenc.cli.application import AsJson, app, print_json, print_table, quiet, say_wrote, show, words
+from hf_posenc.cli.application import (
+    AsJson,
+    Options,
+    app,
+    print_json,
+    print_table,
+    quiet,
+    say_wrote,
+    scheme_options,
+    show,
+    words,
+)
 from hf_posenc.cli.checkpoints import copy_companions, load_converted, load_model, say_how_to_load
 from hf_posenc.errors import OptionError
 from hf_posenc.patches.atomic_files import whole_directory
-
-if TYPE_CHECKING:
-    pass
 
 Model = Annotated[str, Argument(metavar="MODEL", help='A directory, a name on the hub, or "tiny-llama" (built in).')]
 Out = Annotated[Path, Argument(metavar="OUT", help="Folder to write; must not exist.")]
@@ -36,9 +43,18 @@ Converted = Annotated[Path, Argument(metavar="DIR", help="A converted checkpoint
 NativeSetting = Annotated[Literal["remove", "keep"], Option(help="Remove or keep the model's own encoding.")]
 LayerChoice = Annotated[str | None, Option("--layers", help='"0,2,5", "0:8" or "every:4". Default: all layers.')]
 StackChoice = Annotated[str | None, Option("--stacks", help='"encoder" or "decoder". Default: both.')]
-Options = Annotated[
-    list[str] | None, Option("--option", "-o", metavar="NAME=VALUE", help="An option of the scheme; repeatable.")
+Keys = Annotated[
+    list[str] | None, Argument(metavar="scheme.NAME=VALUE", help="Options of the scheme, also given as -o NAME=VALUE.")
 ]
+
+
+def _selection(native: str, layers: str | None, stacks: str | None) -> dict[str, Any]:
+    """Return the keywords of `patch` besides options of the scheme."""
+    return {
+        "native": native,
+        "layers": layers,
+        "stacks": None if stacks is None else list(words("--stacks", stacks, str)),
+    }
 
 
 @app.command()
@@ -66,6 +82,7 @@ def info(scheme: SchemeName) -> None:
 def plan(
     model: Model,
     scheme: SchemeName,
+    keys: Keys = None,
     native: NativeSetting = "remove",
     layers: LayerChoice = None,
     stacks: StackChoice = None,
@@ -77,7 +94,7 @@ def plan(
     from hf_posenc.recipes.loading import load_config
 
     quiet()
-    selection = _selection(scheme, native, layers, stacks, option)
+    selection = {**scheme_options(scheme, keys, option), **_selection(native, layers, stacks)}
     show(planning.plan(load_config(model), scheme, **selection), as_json=as_json)
 
 
@@ -85,6 +102,7 @@ def plan(
 def layers(
     model: Model,
     scheme: SchemeName,
+    keys: Keys = None,
     option: Options = None,
     text: Annotated[str | None, Option(metavar="FILE", help='A text file, jsonl or parquet; or "builtin".')] = None,
     steps: Annotated[int, Option(min=1, help="Steps of the attention transfer of all layers.")] = 60,
@@ -107,7 +125,7 @@ def layers(
     from hf_posenc.recipes.training.layers import layer_costs
 
     quiet()
-    options, text = _scheme_options(scheme, option), text_for(model, text=text)
+    options, text = scheme_options(scheme, keys, option), text_for(model, text=text)
     loaded, tokenizer = load(model, dtype=torch.float32)
     loaded.to(processes().device)
     size = length or min(512, trained_length(loaded.config) or 512)
@@ -158,6 +176,7 @@ def convert(
     model: Model,
     scheme: SchemeName,
     out: Out,
+    keys: Keys = None,
     native: NativeSetting = "remove",
     layers: LayerChoice = None,
     stacks: StackChoice = None,
@@ -173,7 +192,7 @@ def convert(
     from hf_posenc.recipes.loading import load_config, place
 
     quiet()
-    selection = _selection(scheme, native, layers, stacks, option)
+    selection = {**scheme_options(scheme, keys, option), **_selection(native, layers, stacks)}
     with whole_directory(out) as folder:
         show(planning.plan(load_config(model), scheme, **selection), as_json=False)
         loaded = patching.patch(load_model(model, dtype), scheme, **selection)
@@ -246,44 +265,3 @@ def demo(
     with whole_directory(out, replaceable=recipe.is_demo) as folder:
         recipe.run(folder, Console(), scheme=scheme, steps=steps)
     say_wrote(out, f"{recipe.RUN}/report.html")
-
-
-# -- parsing of options ------------------------------------------------------------------------------------------------
-
-
-def _selection(
-    scheme: str, native: str, layers: str | None, stacks: str | None, option: list[str] | None
-) -> dict[str, Any]:
-    """Return the keywords of `patch` that the options of a command give."""
-    chosen = None if stacks is None else list(words("--stacks", stacks, str))
-    return {**_scheme_options(scheme, option), "native": native, "layers": layers, "stacks": chosen}
-
-
-def _scheme_options(scheme: str, pairs: list[str] | None) -> dict[str, Any]:
-    """Return the options in `NAME=VALUE` pairs; values are JSON or words of Python, or else strings.
-
-    The names are checked here, because an option named like an argument of `patch` would be mistaken for it.
-    """
-    from hf_posenc import registry
-    from hf_posenc.patches.rotary import check_scheme
-
-    options: dict[str, Any] = {}
-    for pair in pairs or []:
-        name, equals, value = pair.partition("=")
-        if not (name and equals):
-            raise OptionError(f"--option {pair!r}: expected NAME=VALUE, for instance width=64.")
-        if name in options:
-            raise OptionError(f"--option {pair!r}: {name} is given twice.")
-        options[name] = _value(value)
-    check_scheme(scheme)
-    registry.check_options(registry.get(scheme), options)
-    return options
-
-
-def _value(text: str) -> Any:
-    # Plans and errors name values as in Python.
-    text = {"True": "true", "False": "false", "None": "null"}.get(text, text)
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from hf_posenc.cli.application import AsJson, app, is_main, print_table, quiet, resumable, say_wrote
+from hf_posenc.cli.application import AsJson, Options, app, is_main, keys_of, print_table, quiet, resumable, say_wrote
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,12 +68,12 @@ def recipes(
 
 
 @recipes_app.command()
-def show(recipe: Name, overrides: Overrides = None) -> None:
+def show(recipe: Name, overrides: Overrides = None, option: Options = None) -> None:
     """Print a recipe with all keys and overrides, as a file to edit: `> mine.yaml`."""
     from hf_posenc.recipes.goals import read_recipe
 
     quiet()
-    typer.echo(read_recipe(recipe, overrides or []).text(), nl=False)
+    typer.echo(read_recipe(recipe, keys_of(overrides, option)).text(), nl=False)
 
 
 @recipes_app.command()
@@ -90,13 +90,14 @@ def train(
     recipe: Name,
     out: Annotated[Path | None, Option(help="Folder of the run (required); a run in it is continued.")] = None,
     overrides: Overrides = None,
+    option: Options = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Print what would be done; write nothing.")] = False,
 ) -> None:
     """Convert a model and train it according to a recipe."""
     from hf_posenc.recipes.goals import read_recipe
 
     quiet()
-    read = read_recipe(recipe, overrides or [])
+    read = read_recipe(recipe, keys_of(overrides, option))
     if dry_run:
         from hf_posenc.recipes import durations
         from hf_posenc.recipes.runs.facts import rows

@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
 
-from hf_posenc.errors import restated
 from hf_posenc.patches import record
 from hf_posenc.patches.architecture import of_config
 from hf_posenc.patches.plan import BREAK, Plan
@@ -158,7 +157,7 @@ class Facts:
         warnings = () if plan is None else plan.warnings
         if recipe.conversion.native == "handover":  # It starts exact, whatever the scheme alone would do.
             warnings = tuple(warning for warning in warnings if not warning.startswith(BREAK))
-        cautions = [restated(warning, "conversion.{}={}", "conversion.options.{}={}") for warning in warnings]
+        cautions = list(warnings)
         return cls(
             recipe=recipe,
             architecture=architecture.name,
