@@ -28,7 +28,7 @@ def check(recipe: Recipe, where: str) -> None:
     `where` names the recipe.
     """
     check_scheme_name(recipe, where)
-    for problem in (*_without_effect(recipe), *_contradictions(recipe), *_of_scheme(recipe), *_of_text(recipe)):
+    for problem in (*_without_effect(recipe), *_contradictions(recipe), *_of_scheme(recipe)):
         raise RecipeError(f"{where}: {problem}")
 
 
@@ -65,42 +65,59 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
 
 def _contradictions(recipe: Recipe) -> Iterator[str]:
     conversion, data, training = recipe.conversion, recipe.data, recipe.training
-    if conversion.fit == "native" and conversion.native == "keep":
-        yield (
-            "conversion.fit is 'native', but conversion.native is 'keep': the model would have its encoding twice. "
-            "Set conversion.native to remove or handover, or leave fit out."
-        )
-    if "transfer" in recipe.stages():
-        steps = recipe.transfer.steps
-        given = f"transfer.steps is {steps}" if steps else "conversion.fit is 'attention'"
-        if conversion.scheme is None:
-            yield f"{given}, but conversion.scheme is null: attention is what it was. Give a scheme, or leave it out."
-        elif conversion.native != "remove":
-            yield (
-                f"{given}, but conversion.native is {conversion.native!r}: with its own encoding in force, attention "
-                "is what it was. Set conversion.native to remove, or leave it out."
-            )
-    if conversion.window is not None and conversion.native == "handover":
-        yield (
+    has_scheme, transfers = conversion.scheme is not None, "transfer" in recipe.stages()
+    steps = recipe.transfer.steps
+    asked = f"transfer.steps is {steps}" if steps else "conversion.fit is 'attention'"
+    # Whether a recipe contradicts itself, and how.
+    problems = (
+        (
+            conversion.fit == "native" and conversion.native == "keep",
+            "conversion.fit is 'native', but conversion.native is 'keep': the model would have its encoding twice. Set "
+            "conversion.native to remove or handover, or leave fit out.",
+        ),
+        (
+            transfers and not has_scheme,
+            f"{asked}, but conversion.scheme is null: there is nothing to transfer. Give a scheme, or leave it out.",
+        ),
+        (
+            transfers and has_scheme and conversion.native != "remove",
+            f"{asked}, but conversion.native is {conversion.native!r}: with its own encoding in force, there is "
+            "nothing to transfer. Set conversion.native to remove, or leave it out.",
+        ),
+        (
+            conversion.window is not None and conversion.native == "handover",
             f"conversion.window is {conversion.window}, but conversion.native is 'handover', in which the layers that "
-            "keep their encoding would fade, too. Set conversion.native to remove, or leave window out."
-        )
-    if conversion.rope and (conversion.scheme is not None or recipe.adapter.kind != "none"):
-        yield (
+            "keep their encoding would fade, too. Set conversion.native to remove, or leave window out.",
+        ),
+        (
+            conversion.rope and (has_scheme or recipe.adapter.kind != "none"),
             "conversion.rope changes the config of the model, which neither a scheme nor an adapter holds. Give "
-            "conversion.scheme=null adapter.kind=none, or leave rope out."
-        )
-    if data.streaming and data.read_from == "builtin":
-        yield "data.streaming is true, but the builtin text is there at once. Set data.source, or leave streaming out."
-    if data.streaming and data.held_out is None:
-        yield "data.streaming is true, so no share can be set aside. Give data.held_out, a split or a file."
-    if recipe.adapter.kind == "scheme" and conversion.scheme is None:
-        yield "adapter.kind is 'scheme', but conversion.scheme is null: nothing would be trained. Give a scheme."
-    if training.steps == training.warmup_steps == 1 and training.schedule != "constant":
-        yield (
+            "conversion.scheme=null adapter.kind=none, or leave rope out.",
+        ),
+        (
+            data.streaming and data.read_from == "builtin",
+            "data.streaming is true, but the builtin text is there at once. Set data.source, or leave streaming out.",
+        ),
+        (
+            data.streaming and data.held_out is None,
+            "data.streaming is true, so no share can be set aside. Give data.held_out, a split or a file.",
+        ),
+        (
+            recipe.adapter.kind == "scheme" and not has_scheme,
+            "adapter.kind is 'scheme', but conversion.scheme is null: nothing would be trained. Give a scheme.",
+        ),
+        (
+            training.steps == training.warmup_steps == 1 and training.schedule != "constant",
             f"training.warmup is {training.warmup}: the rates rise from 0, which would be the rate of the only step. "
-            "Give less warmup, or more steps."
-        )
+            "Give less warmup, or more steps.",
+        ),
+        (
+            data.source is None and recipe.model != TINY_LLAMA,
+            f"no text is named for the model {recipe.model!r}. Give data=FILE (txt, jsonl or parquet), a folder, or a "
+            "dataset on the hub; data=builtin takes the documentation of Python.",
+        ),
+    )
+    yield from (words for applies, words in problems if applies)
     for name, stage in _with_windows(recipe).items():
         if stage.micro_batch_size and stage.batch_size % stage.micro_batch_size:
             yield (
@@ -125,15 +142,7 @@ def _skips_nothing(name: str, stage: Training, length: int) -> Iterator[str]:
     if stage.skip_to is not None and stage.skip_to <= length:
         yield (
             f"{name}.skip_to is {stage.skip_to}; expected more than {name}.length = {length}: there are no positions "
-            f"to skip. Recipes come with the skip_to of a small model; give for instance {name}.skip_to={8 * length}."
-        )
-
-
-def _of_text(recipe: Recipe) -> Iterator[str]:
-    if recipe.data.source is None and recipe.model != TINY_LLAMA:
-        yield (
-            f"no text is named for the model {recipe.model!r}. Give data=FILE (txt, jsonl or parquet), a folder, or a "
-            "dataset on the hub; data=builtin takes the documentation of Python."
+            f"to skip. Give for instance {name}.skip_to={8 * length}."
         )
 
 
