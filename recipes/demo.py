@@ -38,7 +38,7 @@ def run(folder: Path, console: Console, *, scheme: str, steps: int, windows: int
     console.rule("the result: perplexity on held-out text, lower is better", align="left")
     control = Measurements.load(folder / CONTROL / MEASUREMENTS, writes=False)
     rows = {
-        "native": (outcome.measurements, "native"),
+        "original": (outcome.measurements, "original"),
         "control": (control, "after"),
         f"{scheme}, untrained"[:LABEL]: (outcome.measurements, "before"),
         scheme[:LABEL]: (outcome.measurements, "after"),
@@ -46,7 +46,7 @@ def run(folder: Path, console: Console, *, scheme: str, steps: int, windows: int
     for label, (found, which) in rows.items():
         grid, recalls = found.curve(which), found.recalls(which)
         assert grid is not None
-        lines = [heading(grid, recalls)] * (label == "native") + [line(label, grid, recalls)]
+        lines = [heading(grid, recalls)] * (label == "original") + [line(label, grid, recalls)]
         for text in lines:
             console.print(text, highlight=False, markup=False, soft_wrap=True)
     # Its advice names keys of recipes, which the demo does not take.

@@ -35,10 +35,10 @@ import hf_posenc
 from hf_posenc import cli
 from hf_posenc.cli.application import print_json
 from hf_posenc.recipes import library
+from hf_posenc.recipes.evaluation.verdict import Verdict
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.runs import run as runs
 from hf_posenc.recipes.runs.measurements import Measurements
-from hf_posenc.recipes.runs.verdict import Verdict
 
 TINY_LLAMA = Path(hf_posenc.__file__).parent / "tiny_llama"
 

@@ -289,7 +289,7 @@ def test_a_resumed_run_goes_on_where_it_stopped() -> None:
 
 def test_results_read_in_a_notebook_as_print_says_them() -> None:
     """Every record of ours with words of its own has the same ones in `repr`, which a notebook shows."""
-    for name in ("patches.export.stock", "recipes.runs.verdict", "recipes.comparison"):
+    for name in ("patches.export.stock", "recipes.evaluation.verdict", "recipes.comparison"):
         importlib.import_module(f"hf_posenc.{name}")
     found = {
         kind

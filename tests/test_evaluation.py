@@ -448,7 +448,8 @@ def test_command(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output
     assert "tiny_llama, alibi untrained: generation (100%" in result.stdout
-    assert re.search(r"^\| tiny_llama +\| ", result.stdout, re.M)
+    assert re.search(r"^ *tiny_llama +\d", result.stdout, re.M)
+    assert "Tiny_llama, alibi untrained is significantly worse than tiny_llama" in result.stdout
     content = json.loads((out / "report.json").read_text())
     assert [part["name"] for part in content["sections"]] == arguments[10].split(",")
     ids = token_ids(read_text(str(text)), TOKENIZER)

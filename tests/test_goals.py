@@ -306,7 +306,7 @@ def test_an_extended_model_is_a_stock_one_that_says_its_length(tmp_path: Path) -
     assert model.config.rope_parameters["rope_type"] == "yarn"
     assert read_recipe(tmp_path / "run" / "recipe.yaml") == recipe
     # The native model was measured with its own rotation.
-    native, first = (outcome.measurements.curve(name) for name in ("native", "before"))
+    native, first = (outcome.measurements.curve(name) for name in ("original", "before"))
     assert native is not None
     assert first is not None
     assert native.at(64).mean != first.at(64).mean

@@ -139,7 +139,7 @@ def test_a_run(scheme: str, precision: str, tmp_path: Path) -> None:
     changes = [f"data.source={text_file()}", f"conversion.scheme={scheme}", f"training.precision={precision}"]
     outcome = runs.train(read_recipe(file, changes), tmp_path / "out")
     assert json.loads((tmp_path / "out" / "run.json").read_text(encoding="utf-8"))["transfer"]["accepted"]
-    native, before, after = (outcome.measurements.curve(name).at(64).mean for name in ("native", "before", "after"))
+    native, before, after = (outcome.measurements.curve(name).at(64).mean for name in ("original", "before", "after"))
     assert native < after < before
 
 

@@ -18,7 +18,8 @@ import hf_posenc
 from hf_posenc import CheckpointError, PositionError, RecipeError
 from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid
 from hf_posenc.recipes.evaluation.perplexity import context_curve, contexts_for
-from hf_posenc.recipes.runs.measurements import NATIVE, Measurements, Measuring
+from hf_posenc.recipes.evaluation.verdict import ORIGINAL
+from hf_posenc.recipes.runs.measurements import Measurements, Measuring
 from hf_posenc.recipes.training.callbacks import Handover
 
 
@@ -40,7 +41,7 @@ def test_measurements_come_back_bit_equal(tmp_path: Path) -> None:
     assert Measurements.load(path).course() == []
     written = Measurements.load(path)
     odd = torch.tensor([[math.pi * 1e-7, 1 / 3, math.inf], [math.nan] * 3], dtype=torch.float64)
-    given = {NATIVE: grid(1.0), 20: grid(3.0), 0: grid(2.0), 100: Grid(PERPLEXITY, grid().axes, odd)}
+    given = {ORIGINAL: grid(1.0), 20: grid(3.0), 0: grid(2.0), 100: Grid(PERPLEXITY, grid().axes, odd)}
     for key, value in given.items():
         assert (written.curve("after") is None) == (20 not in written._grids)
         written.record(key, value)
@@ -52,7 +53,7 @@ def test_measurements_come_back_bit_equal(tmp_path: Path) -> None:
             assert (found.quantity, found.axes) == (value.quantity, value.axes)
             assert found.samples.numpy().tobytes() == value.samples.numpy().tobytes()
         assert [step for step, _ in read.course()] == [0, 20, 100]
-        for name, key in (("native", NATIVE), ("before", 0), ("after", 100)):
+        for name, key in (("original", ORIGINAL), ("before", 0), ("after", 100)):
             assert read.curve(name) is read.at(key)
         assert read.at(1) is None
     # Other processes read and do not write.
@@ -148,7 +149,7 @@ def measured(path: Path, *, every: int, begin: int = 0, until: int | None = None
     state, console = TrainerState(max_steps=6, global_step=begin), Console(file=out, width=100)
     measuring = Measuring(Measurements.load(path), measure, every=every, console=console)
     drawn = torch.get_rng_state()
-    measuring.take(NATIVE, None)
+    measuring.take(ORIGINAL, None)
     measuring.on_train_begin(None, state, None)
     for state.global_step in range(begin + 1, (until or 6) + 1):
         measuring.on_step_end(None, state, None)
@@ -168,7 +169,7 @@ def test_when_it_measures_and_nothing_twice(tmp_path: Path) -> None:
     count, printed = measured(path, every=1, begin=2)
     assert count == 3  # 4, 5, 6
     rows = [line[:16].strip() for line in printed.splitlines()]
-    assert rows == ["tokens read", "native", *(f"step {step}" for step in range(7))]
+    assert rows == ["tokens read", "original", *(f"step {step}" for step in range(7))]
     assert [step for step, _ in Measurements.load(path).course()] == list(range(7))
     assert measured(path, every=1, begin=2)[0] == 0
 
@@ -180,12 +181,12 @@ def test_the_rows() -> None:
         Grid(PERPLEXITY, {"tokens read": (64, 2048)}, torch.tensor(rows, dtype=torch.float64).log())
         for rows in ([[2.25], [math.nan]], [[3.5], [1234.4]])
     ]
-    measuring.take(NATIVE, None)
+    measuring.take(ORIGINAL, None)
     measuring.take(20, None)
     assert out.getvalue().splitlines() == [
         "measuring on held-out text ...",
         "tokens read            64    2,048",
-        "native               2.25        -",
+        "original             2.25        -",
         "step 20               3.5     1234",
     ]
 
@@ -197,11 +198,11 @@ def test_a_handover_starts_at_the_native_model_and_ends_without_it(tmp_path: Pat
     model = stock("llama")
     measurements = Measurements()
     measuring = Measuring(measurements, measure)
-    measuring.take(NATIVE, model)
+    measuring.take(ORIGINAL, model)
     hf_posenc.patch(model, "fire", native="keep")
     given, callbacks = arguments(tmp_path, max_steps=2), [Handover(0.5), measuring]
     Trainer(model, given, train_dataset=windows("llama", 4), callbacks=callbacks).train()
-    native, before, after = map(measurements.curve, ("native", "before", "after"))
+    native, before, after = map(measurements.curve, ("original", "before", "after"))
     assert torch.allclose(native.samples, before.samples, atol=1e-4)
     assert torch.equal(after.samples, measure(model)[0].samples)
     assert not torch.allclose(native.samples, after.samples, atol=1e-2)

@@ -23,15 +23,17 @@ from test_display import FACTS, facts_with
 import hf_posenc
 from hf_posenc.cli import train as command
 from hf_posenc.recipes import layout
+from hf_posenc.recipes.evaluation import verdict
 from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid
 from hf_posenc.recipes.evaluation.grid import successes as shares
 from hf_posenc.recipes.evaluation.recall import RECALLS
+from hf_posenc.recipes.evaluation.verdict import ORIGINAL, VERBS
 from hf_posenc.recipes.goals import read_recipe
-from hf_posenc.recipes.runs import report, verdict
-from hf_posenc.recipes.runs.measurements import NATIVE, Measurements
+from hf_posenc.recipes.runs import advice, report
+from hf_posenc.recipes.runs.advice import judge
+from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.runs.progress import Pace
 from hf_posenc.recipes.runs.report import Results
-from hf_posenc.recipes.runs.verdict import judge
 from hf_posenc.recipes.schema.recipe import Transfer
 
 PACE = Pace(0.25, 8192.0, 300 * 2**20, 199)
@@ -46,7 +48,7 @@ def losses(*rows: tuple[float, float]) -> Grid:
 def measured(course: bool = False) -> Measurements:
     """The native model cannot read 1,024 tokens; the trained one is worse by 0.1 and 0.3 nats at 128."""
     measurements = Measurements()
-    measurements.record(NATIVE, losses((2.0, 3.0), (1.0, 2.0), (math.nan, math.nan)))
+    measurements.record(ORIGINAL, losses((2.0, 3.0), (1.0, 2.0), (math.nan, math.nan)))
     measurements.record(0, losses((5.0, 6.0), (4.0, 6.0), (5.0, 7.0)))
     if course:
         measurements.record(100, losses((2.5, 3.5), (1.5, 2.5), (1.5, 2.5)))
@@ -76,14 +78,14 @@ def test_table_and_page(tmp_path: Path) -> None:
     text = (tmp_path / report.TABLE).read_text(encoding="utf-8")
     assert text.startswith("# tiny-llama with fire: perplexity on held-out text\n")
     perplexity = rows_under(text, "Perplexity per token")
-    assert list(perplexity) == ["tokens read", "---", "native", "fire, before training", "fire, after 200 steps"]
+    assert list(perplexity) == ["tokens read", "---", "original", "fire, before training", "fire, after 200 steps"]
     assert perplexity["tokens read"] == ["64", "128", "1,024"]
     # Two windows have one degree of freedom: the interval reaches 12.7 standard errors of the loss to each side.
-    assert perplexity["native"] == ["12 [0, 6,996]", "4 [0, 2,574]", "-"]
-    ratio = rows_under(text, "In % of the perplexity of native")
+    assert perplexity["original"] == ["12 [0, 6,996]", "4 [0, 2,574]", "-"]
+    ratio = rows_under(text, "In % of the perplexity of original")
     # 0.2 nats with a standard error of 0.1, paired by window. Nothing compares with a native model that cannot read.
     assert ratio["fire, after 200 steps"] == ["100.000 [100.000, 100.000]", "122 [34, 435]"]
-    assert "native" not in ratio
+    assert "original" not in ratio
     assert "2 held-out windows" in text
     assert "A dash marks texts that are longer than the positions of the model." in text
     assert "first and last logged: 4.5000 and 2.2500" in text
@@ -115,7 +117,7 @@ def test_tables_of_other_runs(tmp_path: Path) -> None:
     assert "logged" not in course
     control = written(measured(), facts_with(conversion={"scheme": None}))
     assert control.startswith("# tiny-llama trained as it is: ")
-    assert list(rows_under(control, "Perplexity per token"))[2:] == ["native", "native, after 200 steps"]
+    assert list(rows_under(control, "Perplexity per token"))[2:] == ["original", "after 200 steps"]
     diverged = measured()
     diverged.record(200, losses((math.inf, math.inf), (1.1, math.inf), (1.2, 2.2)))
     cells = rows_under(written(diverged, log=[{"step": 1, "loss": math.nan}]), "Perplexity per token")
@@ -138,7 +140,7 @@ def test_the_picture_shows_the_course(tmp_path: Path, monkeypatch: pytest.Monkey
     assert course.y == "perplexity at 128 tokens"
     assert [step for step, _ in course.lines[name]] == [0, 100, 200]
     assert course.lines[name][1][1].mean == pytest.approx(math.exp(2.0))
-    assert course.level == (pytest.approx(math.exp(1.5)), "the native model")
+    assert course.level == (pytest.approx(math.exp(1.5)), "the original")
     assert losses.mark == course.mark == (None if native == "remove" else (100, "the native encoding is gone"))
 
 
@@ -166,7 +168,7 @@ def test_card_of_a_converted_model(tmp_path: Path) -> None:
     assert "409,600 tokens of `roneneldan/TinyStories`: all weights (468,600 parameters, 792 of them new)." in text
     assert "Distilled from the original (loss weight 0.5)." in text
     assert text.count("from_pretrained(") == 1
-    assert rows_under(text, "In % of the perplexity of native")["fire, after 200 steps"][1] == "122 [34, 435]"
+    assert rows_under(text, "In % of the perplexity of original")["fire, after 200 steps"][1] == "122 [34, 435]"
     assert "0.25 s per step" in text
     assert "```bash\nhf-posenc train swap --out run\n```" in text
     assert "Versions: hf-posenc 0.1.0, python 3.11.7." in text
@@ -251,7 +253,7 @@ def two_models(native: float, after: float, *, far: float = 3.0, noise: float = 
     wobble = noise * (-1.0) ** torch.arange(count)
     found = Measurements()
     axes = {"tokens read": (128, 1024)}
-    found.record(NATIVE, Grid(PERPLEXITY, axes, torch.stack([windows + native, windows + 5.0])))
+    found.record(ORIGINAL, Grid(PERPLEXITY, axes, torch.stack([windows + native, windows + 5.0])))
     found.record(200, Grid(PERPLEXITY, axes, torch.stack([windows + after + wobble, windows + far])))
     return found
 
@@ -259,9 +261,9 @@ def two_models(native: float, after: float, *, far: float = 3.0, noise: float = 
 @pytest.mark.parametrize(
     ("after", "noise", "grade", "is_bad", "said"),
     [
-        (1.95, 0.001, "better", False, "Fire is significantly better than the native model: at 128 tokens"),
-        (2.0, 0.1, "as good", False, "Fire is as good as the native model: at"),
-        (2.0, 1.0, "as good", False, "Fire is as good as the native model, as far as 32 windows can tell: at"),
+        (1.95, 0.001, "better", False, "Fire is significantly better than the original: at 128 tokens"),
+        (2.0, 0.1, "as good", False, "Fire is as good as the original: at"),
+        (2.0, 1.0, "as good", False, "Fire is as good as the original, as far as 32 windows can tell: at"),
         (2.05, 0.001, "worse", False, "Fire is significantly worse"),
         (2.5, 0.001, "worse", True, "not ready for use. Train it longer: 2,000,000 tokens of training were measured"),
         # Too few windows to be sure do not make a bad model a good one.
@@ -309,13 +311,11 @@ def test_a_model_that_copies_or_recalls_less_is_never_as_good(
 ) -> None:
     plain = judge(two_models(2.0, after), FACTS)
     found = two_models(2.0, after)
-    able(found, name, NATIVE, native)
+    able(found, name, ORIGINAL, native)
     able(found, name, 200, kept)
     verdict = judge(found, FACTS)
     assert (verdict.grade, verdict.is_bad) == (grade or plain.grade, is_bad)
-    said = (
-        rf"{'But it' if grade else 'It'} {RECALLS[name].verb} {100 * kept:.0f}?.* % .*of random tokens, and that one 8"
-    )
+    said = rf"{'But it' if grade else 'It'} {VERBS[name]} {100 * kept:.0f}?.* % .*of random tokens, and that one 8"
     assert re.search(said, str(verdict))
     assert ("not ready for use" in str(verdict)) == is_bad
     # The control, which may have lost as much, is the measure.
@@ -327,11 +327,11 @@ def test_a_model_that_copies_or_recalls_less_is_never_as_good(
 def test_what_nobody_can_do_is_not_lost() -> None:
     found = two_models(2.0, 2.0)
     for name in RECALLS:
-        able(found, name, NATIVE, -0.1)
+        able(found, name, ORIGINAL, -0.1)
         able(found, name, 200, -0.1)
     verdict = judge(found, FACTS)
     assert verdict.grade == "as good"
-    assert "The native model does not copy or recall random tokens" in str(verdict)
+    assert "The original does not copy or recall random tokens" in str(verdict)
 
 
 def test_a_verdict_needs_32_windows_or_says_so() -> None:
@@ -363,7 +363,7 @@ def test_the_control_is_the_measure_where_there_is_one() -> None:
     verdict = judge(good, FACTS, control)
     assert verdict.grade == "worse"
     assert "worse than the control" in str(verdict)
-    assert "than the native model" in str(judge(good, FACTS, two_models(2.0, 1.8, count=31)))  # not the same windows
+    assert "than the original" in str(judge(good, FACTS, two_models(2.0, 1.8, count=31)))  # not the same windows
     assert "train a control" in str(judge(good, FACTS))
     assert "train a control" not in str(verdict) + str(judge(good, facts_with(conversion={"scheme": None})))
     assert judge(good, facts_with(conversion={"scheme": None, "rope": {"rope_type": "yarn"}})).wants_control
@@ -388,17 +388,17 @@ def test_the_control_is_found_beside_the_run(tmp_path: Path) -> None:
         (tmp_path / name / layout.MODEL).mkdir(parents=True)
         (tmp_path / name / layout.RECIPE).write_text(each.text(), encoding="utf-8")
         written = Measurements(tmp_path / name / layout.MEASUREMENTS)
-        written.record(NATIVE, two_models(len(name), 2.0).at(NATIVE))
-    found = verdict.control_of(tmp_path / "fire", recipe, "it")
-    assert torch.equal(found.at(NATIVE).samples, two_models(len("z-control"), 2.0).at(NATIVE).samples)
-    assert verdict.control_of(tmp_path / "b-yarn", recipes["b-yarn"], "it") is not None
-    assert verdict.control_of(tmp_path / "z-control", control, "it") is None
+        written.record(ORIGINAL, two_models(len(name), 2.0).at(ORIGINAL))
+    found = advice.control_of(tmp_path / "fire", recipe, "it")
+    assert torch.equal(found.at(ORIGINAL).samples, two_models(len("z-control"), 2.0).at(ORIGINAL).samples)
+    assert advice.control_of(tmp_path / "b-yarn", recipes["b-yarn"], "it") is not None
+    assert advice.control_of(tmp_path / "z-control", control, "it") is None
     record = tmp_path / "z-control" / layout.RUN
     record.write_text('{"text": "another"}', encoding="utf-8")
-    assert verdict.control_of(tmp_path / "fire", recipe, "it") is None
+    assert advice.control_of(tmp_path / "fire", recipe, "it") is None
     record.unlink()
     (tmp_path / "z-control" / layout.MODEL).rmdir()
-    assert verdict.control_of(tmp_path / "fire", recipe, "it") is None
+    assert advice.control_of(tmp_path / "fire", recipe, "it") is None
 
 
 def test_a_bad_run_is_not_offered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -428,4 +428,4 @@ def test_the_offered_control_is_a_recipe_that_is_found(
     control = read_recipe(source, changes)
     (Path(out) / layout.MODEL).mkdir(parents=True)
     (Path(out) / layout.RECIPE).write_text(control.text(), encoding="utf-8")
-    assert verdict.control_of(folder, recipe, "it") is not None
+    assert advice.control_of(folder, recipe, "it") is not None

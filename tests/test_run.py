@@ -126,7 +126,7 @@ def test_the_folder_of_a_run(read: Any, tmp_path: Path) -> None:
     assert record["command"] == "hf-posenc train it"
     assert [start["step"] for start in record["starts"]] == [0]
     assert (outcome.folder, outcome.model, outcome.already) == (out, out / "model", False)
-    native, before, after = (outcome.measurements.curve(name) for name in ("native", "before", "after"))
+    native, before, after = (outcome.measurements.curve(name) for name in ("original", "before", "after"))
     assert native.at(64).mean < after.at(64).mean < before.at(64).mean
     model = AutoModelForCausalLM.from_pretrained(out / "model")
     assert model.config.use_cache
@@ -629,7 +629,7 @@ def test_a_converted_model_is_trained_on_as_it_is_or_not_at_all(read: Any, tmp_p
     console = Console(record=True, width=120)
     second = run.train(read(f"model={first.model}", *on), tmp_path / "on", console=console)
     assert f"{scheme}, trained on as the model has it" in console.export_text()
-    pairs = ((first, "after"), (second, "native"), (second, "after"))
+    pairs = ((first, "after"), (second, "original"), (second, "after"))
     ends = [each.measurements.curve(which).at(64).mean for each, which in pairs]
     assert ends == pytest.approx([ends[0]] * 3, rel=1e-5)
 

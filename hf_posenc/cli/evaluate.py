@@ -76,7 +76,10 @@ def evaluate(
         typer.echo((out / DATA).read_text(encoding="utf-8"), nl=False)
     elif main:
         # The first section is enough for the terminal; the report has the rest.
-        typer.echo(report.sections[0].markdown())
+        for table in report.sections[0].tables():
+            Console().print(table.rich())
+        for verdict in report.verdicts():
+            typer.echo(f"{verdict}\n")
         say_wrote(out, "report.md")
 
 
@@ -92,7 +95,9 @@ def compare(
     ] = None,
     budget: Annotated[int, Option(min=1, metavar="STEPS", help="Optimizer steps per model.")] = 300,
     out: Annotated[Path, Option(help="Output folder. Finished runs there are reused.")] = Path("posenc-comparison"),
-    measures: Annotated[str | None, Option(help="Measures besides perplexity. Default: induction, if causal.")] = None,
+    measures: Annotated[
+        str | None, Option(help="Measures besides perplexity. Default: induction and mqar, if causal.")
+    ] = None,
     samples: Annotated[int, Option(min=2, help="Windows or examples of each kind.")] = 32,
 ) -> None:
     """Adapt a model to several schemes under one budget, compare the results, and recommend a scheme."""
@@ -115,7 +120,7 @@ def compare(
             console=console,
             command=context.obj,
         )
-    typer.echo("\n".join(("", *found.verdict.sentences, "")))
+    typer.echo("\n".join(("", *found.recommendation.sentences, "")))
     say_wrote(out, "report.html")
     for name, reason in found.failed.items():
         typer.echo(f"hf-posenc: {name} failed: {reason}", err=True)

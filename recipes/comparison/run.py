@@ -1,10 +1,9 @@
-"""`compare`: adapt the native model and each scheme, examine, judge and report; finished steps are reused."""
+"""`compare`: adapt the original to each scheme, and train a control; measure, recommend and report."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -21,19 +20,22 @@ from transformers import AutoModelForCausalLM
 from hf_posenc import registry
 from hf_posenc.errors import OptionError, RecipeError, StorageError, shown
 from hf_posenc.patches.atomic_files import OutputError, published, write_text
+from hf_posenc.patches.plan import plan
 from hf_posenc.recipes import durations, library, storage
-from hf_posenc.recipes.comparison.findings import NATIVE, ORIGINAL, Examiner, Findings
-from hf_posenc.recipes.comparison.verdict import SHORT, Verdict, judge
+from hf_posenc.recipes.comparison.findings import Examiner, Findings
+from hf_posenc.recipes.comparison.recommendation import SHORT, Recommendation, recommend
 from hf_posenc.recipes.data.windows import Prepared, load_data
 from hf_posenc.recipes.evaluation.perplexity import TARGETS
+from hf_posenc.recipes.evaluation.verdict import CONTROL, ORIGINAL
 from hf_posenc.recipes.goals import read_recipe
-from hf_posenc.recipes.layout import MODEL, RECIPE
+from hf_posenc.recipes.layout import MEASUREMENTS, MODEL, RECIPE
 from hf_posenc.recipes.loading import auto_class, load
 from hf_posenc.recipes.processes import processes
-from hf_posenc.recipes.reports import Cell, Table, counted, render, versions
+from hf_posenc.recipes.reports import Table, counted, render, versions
 from hf_posenc.recipes.runs import run
-from hf_posenc.recipes.runs.files import check_writable, take
+from hf_posenc.recipes.runs.files import check_writable, record_of, take
 from hf_posenc.recipes.runs.forecast import seconds_for
+from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.schema import checks, fields
 from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Evaluation, Recipe, Transfer
 
@@ -46,23 +48,16 @@ _SETTLED = {
     "evaluation": "all are measured alike",
 }
 HTML, MARKDOWN, PICTURES = "report.html", "report.md", "pictures"
-# Upper limits of good and fair cells, as multiples of the native model or of the value at the trained length.
-_GOOD, _FAIR = 1.05, 1.5
-# Multiples of the trained length on the report card.
-_TIMES = (4, 8)
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The result of a comparison: findings by name, and error messages by scheme.
-
-    The equally trained native model is under `"native"`.
-    """
+    """The result of a comparison: findings by name, of `"original"` and `"control"` too, and errors by scheme."""
 
     folder: Path
     found: Mapping[str, Findings]
     failed: Mapping[str, str]
-    verdict: Verdict
+    recommendation: Recommendation
 
 
 def compare(
@@ -87,15 +82,15 @@ def compare(
         schemes: Names of schemes or recipes, or YAML files of recipes; `None` means the usual ones.
         budget: Optimizer steps per model.
         overrides: `section.key=value` for all recipes, such as `"data.source=text.txt"`.
-        measures: Measures in addition to perplexity, by their names in `hf-posenc eval`; `None` means induction for
-            causal models and no other for those with an encoder.
+        measures: Measures in addition to perplexity, by their names in `hf-posenc eval`; `None` means induction and
+            mqar for causal models, and no other for those with an encoder.
         samples: Windows or examples of each kind.
         console: Console for the progress; `None` is silent.
         command: The command line, for the report.
 
     Raises:
         OptionError: An argument is unknown or conflicts with another, or the folder holds another comparison.
-        RecipeError: A scheme has no recipe, or the native model cannot be trained.
+        RecipeError: A scheme has no recipe, or the control cannot be trained.
         UnknownSchemeError: A scheme is unknown.
         OutputError: The folder holds something else.
         CheckpointError: The record of the comparison in the folder is damaged.
@@ -112,13 +107,13 @@ def compare(
         "samples": samples,
     }
     _check_folder(folder, asked)
-    native, tokenizer = load(model)
-    config, parameters = native.config, native.num_parameters()
-    del native
+    loaded, tokenizer = load(model)
+    config, parameters = loaded.config, loaded.num_parameters()
+    del loaded
     if measures is None:
-        measures = ("induction",) if auto_class(config) is AutoModelForCausalLM else ()
+        measures = ("induction", "mqar") if auto_class(config) is AutoModelForCausalLM else ()
     recipes = contestants(model, config, schemes=schemes, budget=budget, overrides=overrides, samples=samples)
-    control = recipes[NATIVE]
+    control = recipes[CONTROL]
     length = control.training.length
     assert length is not None
     data = load_data(control.data, tokenizer, length=length, seed=control.training.seed, config=config)
@@ -132,12 +127,13 @@ def compare(
     # Of two at once, each would report as failed what the other trains.
     take(lock, folder)
     try:
-        original = examiner.examine(ORIGINAL, control, folder / "untrained")
+        original = examiner.examine(ORIGINAL, folder / "untrained")
         found, failed = _complete(recipes, examiner, folder, console)
     finally:
         lock.release()
     tokens = control.training.batch_size * length
-    verdict = judge(found, examiner.trained, max(examiner.contexts), is_short=budget * tokens < SHORT * parameters)
+    is_short = budget * tokens < SHORT * parameters
+    recommendation = recommend(found, examiner.trained, max(examiner.contexts), is_short=is_short)
     made = {
         "model": model,
         "budget": budget,
@@ -150,15 +146,15 @@ def compare(
     }
     _write(
         folder,
-        {**found, ORIGINAL: original},
+        {ORIGINAL: original, **found},
         title=f"Positional encodings for {model}",
         training=f"{counted(budget, 'step')} of {tokens:,} tokens",
-        verdict=verdict if len(found) > 1 else None,
-        failed=_points(failed),
-        costs=_costs(found, examiner.trained, verdict.recommended, differences(recipes)),
-        made=_points(made),
+        recommendation=recommendation if len(found) > 1 else None,
+        failed=[f"{name}: {reason}" for name, reason in failed.items()],
+        starts=_starts({name: recipes[name] for name in found}, config, folder / RUNS, differences(recipes)),
+        made=[f"{name}: {value}" for name, value in made.items()],
     )
-    return Comparison(folder, {ORIGINAL: original, **found}, failed, verdict)
+    return Comparison(folder, {ORIGINAL: original, **found}, failed, recommendation)
 
 
 def _tell_time(recipes: Mapping[str, Recipe], data: Prepared, length: int, console: Console) -> None:
@@ -193,7 +189,7 @@ def _check_folder(folder: Path, asked: Mapping[str, Any]) -> None:
 def _complete(
     recipes: Mapping[str, Recipe], examiner: Examiner, folder: Path, console: Console | None
 ) -> tuple[dict[str, Findings], dict[str, str]]:
-    """Train and examine all models. A scheme may fail; the native model, the reference, must not."""
+    """Train and examine all models. A scheme may fail; the control must not."""
     found: dict[str, Findings] = {}
     failed: dict[str, str] = {}
     began, done = time.monotonic(), 0
@@ -207,10 +203,10 @@ def _complete(
         try:
             again = shlex.join(["hf-posenc", "train", str(place / RECIPE), "--out", "FOLDER"])
             run.train(recipe, place, console=console, command=again)
-            found[name] = examiner.examine(name, recipe, place)
+            found[name] = examiner.examine(name, place)
         # The failure of one scheme must not stop the others.
         except Exception as error:
-            if name == NATIVE or isinstance(error, StorageError):
+            if name == CONTROL or isinstance(error, StorageError):
                 raise
             failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())}".removeprefix("RuntimeError: ")
             if console is not None:
@@ -234,7 +230,7 @@ def contestants(
     overrides: Sequence[str],
     samples: int = 32,
 ) -> dict[str, Recipe]:
-    """Return the recipes of the native model and of each scheme, with the conversion of its built-in recipe, by name.
+    """Return the recipes of the control and of each scheme, with the conversion of its built-in recipe, by name.
 
     Training, teacher and adapter are the same for all, except for recipes that are named themselves.
     """
@@ -245,9 +241,9 @@ def contestants(
                 raise OptionError(f"{shown(pair)}: {key} is the same for all schemes or each one's own: {reason}.")
     wanted = tuple(_usual(config) if schemes is None else schemes)
     names = [Path(source).stem for source in wanted]
-    if not wanted or len(set(names)) < len(names) or {NATIVE, ORIGINAL} & set(names):
+    if not wanted or len(set(names)) < len(names) or {CONTROL, ORIGINAL} & set(names):
         raise OptionError(
-            f"Got the schemes {', '.join(wanted) or 'none'}; expected different ones, none called {NATIVE!r} or "
+            f"Got the schemes {', '.join(wanted) or 'none'}; expected different ones, none called {CONTROL!r} or "
             f"{ORIGINAL!r}."
         )
     named = [f"model={model}", f"training.steps={budget}", *overrides]
@@ -255,14 +251,14 @@ def contestants(
     common = read_recipe("swap", [f"scheme={_usual(config)[0]}", *named], config=config)
     if common.adapter.kind == "scheme":
         raise OptionError(
-            "adapter.kind is 'scheme', but the native model is trained alike and has no weights of a scheme. Give "
+            "adapter.kind is 'scheme', but the control is trained alike and has no weights of a scheme. Give "
             "adapter=lora, or leave it out."
         )
     length, _ = checks.lengths(common, config)
     found = {
-        NATIVE: replace(
+        CONTROL: replace(
             common,
-            summary="The native model with the same training.",
+            summary="The original with the same training.",
             conversion=Conversion(scheme=None),
             distillation=Distillation(),
             transfer=Transfer(),
@@ -292,15 +288,15 @@ def contestants(
 
 
 def _check_same(name: str, own: Recipe, common: Recipe) -> None:
-    """Raise a `RecipeError` unless a scheme is trained on the same tokens as the native model."""
+    """Raise a `RecipeError` unless a scheme is trained on the same tokens as the control."""
     own, common = (replace(each, data=replace(each.data, source=each.data.read_from)) for each in (own, common))
     for section, keys in (("data", vars(common.data)), ("training", ("batch_size", "seed", "precision"))):
         for key in keys:
             here, there = (getattr(getattr(recipe, section), key) for recipe in (own, common))
             if here != there:
                 raise RecipeError(
-                    f"{name} has {section}.{key}={shown(here)}, and {NATIVE} {shown(there)}: schemes that are compared "
-                    f"are trained on the same text in the same batches. Say it for all, for instance "
+                    f"{name} has {section}.{key}={shown(here)}, and {CONTROL} {shown(there)}: schemes that are "
+                    f"compared are trained on the same text in the same batches. Say it for all, for instance "
                     f"{section}.{key}={here}."
                 )
 
@@ -313,38 +309,57 @@ def _usual(config: Any) -> list[str]:
 
 def differences(recipes: Mapping[str, Recipe]) -> dict[str, str]:
     """Return the keys in which the schemes of a comparison differ from each other, in words, by name."""
-    found = {name: recipe.flat() for name, recipe in recipes.items() if name != NATIVE}
+    found = {name: recipe.flat() for name, recipe in recipes.items() if name != CONTROL}
     first, *others = found.values()
     told = {"summary", "conversion.scheme"}
     differing = [key for key in first if key not in told and any(own[key] != first[key] for own in others)]
-    usual = Recipe(model=NATIVE, conversion=Conversion(scheme=None)).flat()
+    usual = Recipe(model=CONTROL, conversion=Conversion(scheme=None)).flat()
     words = {
         name: ", ".join(f"{key}={own[key]}" for key in differing if own[key] != usual[key]) or "-"
         for name, own in found.items()
     }
-    return {NATIVE: "no scheme, no teacher", **words}
+    return {CONTROL: "no scheme, no teacher", **words}
 
 
 # -- the report --------------------------------------------------------------------------------------------------------
 
 
-def _write(folder: Path, found: Mapping[str, Findings], **known: Any) -> None:
-    """Write report.html, report.md and pictures/, each file whole or not at all; the first findings are the reference.
+def _starts(recipes: Mapping[str, Recipe], config: Any, runs: Path, differing: Mapping[str, str]) -> Table:
+    """Return the table of how models started, and of what schemes add."""
+    header = ["", "new parameters", "more cache (bytes per token)", "at the start (times)", "start", "own settings"]
+    rows = []
+    for name, recipe in recipes.items():
+        conversion, added = recipe.conversion, ["-", "-"]
+        if conversion.scheme is not None:
+            # At the end of training, a handover is over.
+            ended = replace(conversion, native="keep" if conversion.native == "keep" else "remove")
+            planned = plan(config, conversion.scheme, **ended.keywords)
+            added = [f"{planned.parameters:,}", f"{planned.cache_bytes_per_token:,}"]
+        found = Measurements.load(runs / name / MEASUREMENTS, writes=False)
+        before, original = found.curve("before"), found.curve(ORIGINAL)
+        multiple = "-"
+        if before is not None and original is not None:
+            multiple = f"{before.relative_to(original).at(before.points[0]).mean:.3g}"
+        rows.append([name, *added, multiple, record_of(runs / name).get("start", ""), differing[name]])
+    return Table(header, rows)
 
-    `known` are further variables of the template. There is no verdict if no scheme is left.
+
+def _write(folder: Path, found: Mapping[str, Findings], **known: Any) -> None:
+    """Write report.html, report.md and pictures/, each file whole or not at all.
+
+    The control comes first: the others are compared with it. `known` are further variables of the template.
     """
     (folder / PICTURES).mkdir(exist_ok=True)
+    names = (CONTROL, *(name for name in found if name not in (CONTROL, ORIGINAL)), ORIGINAL)
     sections = [
-        replace(section, models={name: each.report[section.name].models[name] for name, each in found.items()})
-        for section in found[NATIVE].report.sections
+        replace(section, models={name: found[name].report[section.name].models[found[name].name] for name in names})
+        for section in found[CONTROL].report.sections
     ]
     for section in sections:
         with published(folder / PICTURES / section.picture) as draft:
             section.figure().savefig(draft, format="png")
     values: dict[str, Any] = {
-        "noun": found[NATIVE].perplexity.quantity.noun,
-        "schemes": counted(len(found) - len({NATIVE, ORIGINAL}), "scheme"),
-        "limits": (_GOOD, _FAIR),
+        "schemes": counted(len(found) - len({CONTROL, ORIGINAL}), "scheme"),
         "sections": sections,
         "pictures": PICTURES,
         "folder": folder,
@@ -352,31 +367,3 @@ def _write(folder: Path, found: Mapping[str, Findings], **known: Any) -> None:
     }
     write_text(folder / MARKDOWN, render("comparison", **values))
     write_text(folder / HTML, render("comparison", "html", **values))
-
-
-def _points(named: Mapping[str, Any]) -> list[str]:
-    return [f"{name}: {value}" for name, value in named.items()]
-
-
-def _graded(multiple: float, span: str = "") -> Cell:
-    if math.isnan(multiple):
-        return Cell("-")
-    grade = "good" if multiple <= _GOOD else "fair" if multiple <= _FAIR else "poor"
-    return Cell(f"{multiple:.2f}{span}" if multiple < 100 else "over 100", grade)
-
-
-def _costs(found: Mapping[str, Findings], trained: int, marked: tuple[str, ...], differing: Mapping[str, str]) -> Table:
-    times = [each for each in _TIMES if each * trained in found[NATIVE].perplexity.points]
-    header = ["", "step time", "step memory", *(f"at {each} times the length" for each in times)]
-    header += ["new parameters", "more cache (bytes per token)", "at the start (times)", "start", "own settings"]
-    rows: list[list[str | Cell]] = []
-    for name, each in found.items():
-        cost, time = each.cost, each.cost.time
-        span = "" if name == NATIVE else f" [{time.low:.2f}, {time.high:.2f}]"
-        multiples = (cost.memory_ratio, *(each.growth(factor * trained, trained).mean for factor in times))
-        start = "-" if each.start_ratio is None else f"{each.start_ratio:.3g}"
-        counts = [f"{cost.parameters:,}", f"{cost.cache_bytes:,}"]
-        rows.append(
-            [name, _graded(time.mean, span), *map(_graded, multiples), *counts, start, each.start, differing[name]]
-        )
-    return Table(header, rows, marked)

@@ -211,6 +211,10 @@ class Grid:
             )
         return Grid(RATIO, self.axes, self.samples - other.samples)
 
+    def growth(self, context: Point, trained: Point) -> Interval:
+        """Return the perplexity at a length as a share of the perplexity at the trained length."""
+        return RATIO.interval(self.values(context) - self.values(trained))
+
     def estimates(self) -> list[dict[str, Any]]:
         """Return the estimate at each place as JSON values, in the unit of the quantity."""
         found = []

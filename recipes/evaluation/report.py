@@ -16,6 +16,7 @@ from pydantic import WrapSerializer
 from hf_posenc.errors import PosencError
 from hf_posenc.patches.atomic_files import published, write_text
 from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, PERPLEXITY, Grid, table
+from hf_posenc.recipes.evaluation.verdict import Verdict, judge
 from hf_posenc.recipes.reports import Table, render
 from hf_posenc.recipes.reports.curves import Mark, Panel, lines_figure
 from hf_posenc.recipes.storage import load, save
@@ -112,10 +113,25 @@ class Report:
         """Return the section of a measure, by its name."""
         return next(section for section in self.sections if section.name == measure)
 
+    def results(self, model: str) -> dict[str, Grid]:
+        """Return the first grid of each measure of a model, by the name of the measure."""
+        return {section.name: section.models[model][0] for section in self.sections if model in section.models}
+
+    def verdicts(self) -> list[Verdict]:
+        """Return the verdict on each model but the first, next to the first; none without perplexity."""
+        first, *others = self.sections[0].models
+        length = next((section.mark[0] for section in self.sections if section.mark is not None), None)
+        if length is None:
+            return []
+        judged = (
+            judge(self.results(name), self.results(first), int(length), name=name, other=first) for name in others
+        )
+        return [verdict for verdict in judged if verdict is not None]
+
     def markdown(self) -> str:
         """Return the report as Markdown; its pictures are those that `write` saves next to it."""
         settings = [f"{name}: {value}" for name, value in self.settings.items()]
-        return render("evaluation", report=self, settings=settings)
+        return render("evaluation", report=self, settings=settings, verdicts=list(map(str, self.verdicts())))
 
     def write(self, folder: str | Path) -> None:
         """Write report.json, report.md and one picture per measure into a folder, each file whole or not at all."""

@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from rich import box
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from hf_posenc import __version__
 
-# Largest number of characters in a line of a Markdown table, unless two columns have more.
-_WIDTH = 100
 _PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets")
 
 
@@ -30,21 +31,35 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-class Cell(NamedTuple):
-    """A graded cell of a table: `"good"`, `"fair"` or `"poor"` is a colour in HTML and a word in Markdown."""
-
-    text: str
-    grade: str = ""
-
-
 @dataclass(frozen=True)
 class Table:
-    """A table with the names of its rows in the first column."""
+    """A table with the names of its rows in the first column: Markdown and HTML by `render`, or for a terminal."""
 
     header: Sequence[str]
-    rows: Sequence[Sequence[str | Cell]]
-    marked: Sequence[str] = ()  # names of highlighted rows
+    rows: Sequence[Sequence[str]]
     caption: str = ""
+
+    def markdown(self) -> str:
+        """Return the table as Markdown."""
+        cells = [[cell.replace("|", "\\|") for cell in row] for row in (self.header, *self.rows)]
+        widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+        lines = [
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+            for row in cells
+        ]
+        lines.insert(1, ["-" * widths[0], *(f"{'-' * (width - 1)}:" for width in widths[1:])])
+        text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return f"{self.caption}\n\n{text}" if self.caption else text
+
+    def rich(self) -> RichTable:
+        """Return the table for a terminal."""
+        made = RichTable(title=self.caption or None, title_justify="left", title_style="", box=box.SIMPLE_HEAD)
+        for place, name in enumerate(self.header):
+            made.add_column(Text(name), justify="left" if place == 0 else "right")
+        for row in self.rows:
+            # Not as markup, which brackets are.
+            made.add_row(*map(Text, row))
+        return made
 
 
 def render(template: str, kind: Literal["markdown", "html"] = "markdown", **values: Any) -> str:
@@ -63,35 +78,13 @@ def _environment(html: bool) -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "markdown": _markdown,
+        "markdown": Table.markdown,
         "embedded": lambda path: base64.b64encode(path.read_bytes()).decode("ascii"),
         # Lines of a template are one paragraph.
         "flow": lambda text: type(text)(" ").join(text.split()),
         "thousands": lambda number: f"{number:,}",
     }
     return environment
-
-
-def _markdown(table: Table) -> str:
-    """Return a table as Markdown, in several parts if its lines would be too long for a terminal."""
-    cells = [[_cell(cell) for cell in row] for row in (table.header, *table.rows)]
-    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
-    parts: list[list[int]] = []
-    for column in range(1, len(widths)):
-        if not parts or sum(widths[i] + 3 for i in (0, *parts[-1], column)) + 1 > _WIDTH:
-            parts.append([])
-        parts[-1].append(column)
-    text = []
-    for part in parts or [[]]:
-        lines = [[row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in part)] for row in cells]
-        lines.insert(1, ["-" * widths[0], *("-" * (widths[i] - 1) + ":" for i in part)])
-        text.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
-    return "\n\n".join([table.caption, *text] if table.caption else text)
-
-
-def _cell(cell: str | Cell) -> str:
-    text = cell if isinstance(cell, str) else f"{cell.text} ({cell.grade})" if cell.grade else cell.text
-    return text.replace("|", "\\|")
 
 
 def versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Measurements of a run, kept in a file: the native model, and the converted one before, during and after training."""
+"""Measurements of a run, kept in a file: the original, and the converted model before, during and after training."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, context_c
 from hf_posenc.recipes.evaluation.recall import RECALLS, InductionCopy, recalls_for
 from hf_posenc.recipes.evaluation.report import Report, Section
 from hf_posenc.recipes.evaluation.text import ordinary_tokens
+from hf_posenc.recipes.evaluation.verdict import ORIGINAL
 from hf_posenc.recipes.schema.recipe import Evaluation
 from hf_posenc.recipes.storage import load, save
 
-# Key of the model as loaded; the keys of the converted model are its optimizer steps.
-NATIVE = "native"
-
+# Key of the original in earlier files. The keys of the converted model are its optimizer steps.
+_OLD_ORIGINAL = "native"
 _PERPLEXITY = ContextPerplexity.name
 LABEL, _CELL = 16, 9
 _NOTE = "The same held-out windows and sequences, by model or optimizer step of the converted one."
@@ -85,7 +85,7 @@ class Suite:
 
 
 class Measurements:
-    """Perplexity by context length of the native model, and of the converted one by step; a file has every record.
+    """Perplexity by context length of the original, and of the converted model by step; a file has every record.
 
     Causal models come with the shares of tokens that they copy and recall.
     """
@@ -108,16 +108,17 @@ class Measurements:
             with reading(str(path), f" {remedy}"):
                 for section in report.sections:
                     for name, (grid,) in section.models.items():
-                        key = name if name == NATIVE else int(name.removeprefix("step "))
+                        is_original = name in (ORIGINAL, _OLD_ORIGINAL)
+                        key = ORIGINAL if is_original else int(name.removeprefix("step "))
                         measurements._grids.setdefault(key, {})[section.name] = grid
         return measurements
 
     def record(self, key: str | int, grid: Grid, **recalls: Grid) -> None:
-        """Keep what was measured of the `NATIVE` model, or of the converted one after some steps; write the file."""
+        """Keep what was measured of the `ORIGINAL` model, or of the converted one after some steps; write the file."""
         self._grids[key] = {_PERPLEXITY: grid, **recalls}
         if self._path is not None:
             titles = {_PERPLEXITY: ContextPerplexity.title, **{name: each.title for name, each in RECALLS.items()}}
-            models = {str(key) if key == NATIVE else f"step {key}": grids for key, grids in self._grids.items()}
+            models = {str(key) if key == ORIGINAL else f"step {key}": grids for key, grids in self._grids.items()}
             found = {each: {name: (own[each],) for name, own in models.items() if each in own} for each in titles}
             sections = (Section(each, titles[each], _NOTE, own) for each, own in found.items() if own)
             save(Report(tuple(sections)), self._path)
@@ -128,7 +129,7 @@ class Measurements:
         return len(self._grids)
 
     def at(self, key: str | int) -> Grid | None:
-        """Return the perplexity of the `NATIVE` model or after some steps; `None` if not measured."""
+        """Return the perplexity of the `ORIGINAL` model or after some steps; `None` if not measured."""
         return self._grids.get(key, {}).get(_PERPLEXITY)
 
     def course(self) -> list[tuple[int, Grid]]:
@@ -137,17 +138,20 @@ class Measurements:
         return [(step, self._grids[step][_PERPLEXITY]) for step in steps]
 
     def curve(self, name: str) -> Grid | None:
-        """Return the perplexity "native", "before" (step 0) or "after" (last step); `None` if not measured."""
+        """Return the perplexity "original", "before" (step 0) or "after" (last step); `None` if not measured."""
         return self.at(self._key(name))
 
+    def results(self, name: str | int) -> dict[str, Grid]:
+        """Return all that was measured of a curve, or after some steps, by the name of the measure."""
+        return self._grids.get(self._key(name) if isinstance(name, str) else name, {})
+
     def recalls(self, name: str | int) -> dict[str, Grid]:
-        """Return what a model copies and recalls, by `RECALLS`, as far as measured: after some steps, or of a curve."""
-        grids = self._grids.get(self._key(name) if isinstance(name, str) else name, {})
-        return {each: grid for each, grid in grids.items() if each != _PERPLEXITY}
+        """Return what a model copies and recalls, by `RECALLS`."""
+        return {each: grid for each, grid in self.results(name).items() if each != _PERPLEXITY}
 
     def _key(self, name: str) -> str | int:
-        if name == NATIVE:
-            return NATIVE
+        if name == ORIGINAL:
+            return name
         last = max((key for key in self._grids if isinstance(key, int)), default=0)
         return 0 if name == "before" else last or -1
 
@@ -178,7 +182,7 @@ class Measuring(TrainerCallback):
     Args:
         every: Steps between measurements; 0 measures before and after only.
         begins: Optimizer steps of the stages before this one; measurements count from the first of them.
-        native: Context in which a model computes as it was loaded, to measure that first; `None` does without.
+        original: Context in which a model computes as it was loaded, to measure that first; `None` does without.
         console: Console for a table, one row per measurement; `None` is silent.
     """
 
@@ -189,11 +193,11 @@ class Measuring(TrainerCallback):
         *,
         every: int = 0,
         begins: int = 0,
-        native: Callable[[Any], AbstractContextManager[None]] | None = None,
+        original: Callable[[Any], AbstractContextManager[None]] | None = None,
         console: Console | None = None,
     ) -> None:
         self._measurements, self._measure, self._console = measurements, measure, console
-        self._every, self._begins, self._native, self._has_heading = every, begins, native, False
+        self._every, self._begins, self._original, self._has_heading = every, begins, original, False
 
     def take(self, key: str | int, model: Any) -> Grid:
         """Measure a model unless it was measured before; print and return its perplexity."""
@@ -220,9 +224,9 @@ class Measuring(TrainerCallback):
 
     def begin(self, model: Any) -> None:
         """Measure before the first step."""
-        if self._native is not None:
-            with self._native(model):
-                self.take(NATIVE, model)
+        if self._original is not None:
+            with self._original(model):
+                self.take(ORIGINAL, model)
         self.take(self._begins, model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -238,7 +242,7 @@ class Measuring(TrainerCallback):
         if self._console is None:
             return
         recalls = self._measurements.recalls(key)
-        lines = [(line(str(key) if key == NATIVE else f"step {key}", grid, recalls), "")]
+        lines = [(line(str(key) if key == ORIGINAL else f"step {key}", grid, recalls), "")]
         if not self._has_heading:
             lines.insert(0, (heading(grid, recalls), "bold"))
         for text, style in lines:

@@ -19,17 +19,14 @@ from hf_posenc.recipes.data.sources import BUILTIN
 from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, Grid, table
 from hf_posenc.recipes.evaluation.perplexity import TARGETS
 from hf_posenc.recipes.evaluation.report import Section, panel
+from hf_posenc.recipes.evaluation.verdict import CONTROL, ORIGINAL, Verdict, nearest
 from hf_posenc.recipes.intervals import Interval
 from hf_posenc.recipes.reports import Table, render
 from hf_posenc.recipes.reports.curves import Panel, lines_figure, trained_mark
 from hf_posenc.recipes.runs.facts import Facts, rows
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.runs.progress import Pace
-from hf_posenc.recipes.runs.verdict import Verdict, nearest
 from hf_posenc.recipes.schema.recipe import Recipe
-
-# Rows of the table of losses.
-_LOSSES = 8
 
 TABLE, PICTURE, PAGE = "table.md", "perplexity.png", "report.html"
 
@@ -54,15 +51,15 @@ class Results:
 
     def measured(self) -> dict[str, tuple[Grid, Mapping[str, Grid]]]:
         """Return perplexities of the measured models by their name, and what they copy and recall."""
-        name, course = self.facts.encoding or "native", self.measurements.course()
+        name, steps = self.facts.encoding, max((step for step, _ in self.measurements.course()), default=0)
         sources = {
-            "native": (self.measurements, "native"),
-            "native, trained the same (control)": (self.control, "after"),
+            ORIGINAL: (self.measurements, ORIGINAL),
+            f"{CONTROL} (original, trained the same)": (self.control, "after"),
             f"{name}, before training": (self.measurements, "before"),
-            f"{name}, after {max((step for step, _ in course), default=0):,} steps": (self.measurements, "after"),
+            f"{name}, after {steps:,} steps" if name else f"after {steps:,} steps": (self.measurements, "after"),
         }
-        if self.facts.encoding is None:
-            del sources[f"{name}, before training"]  # It is the native model again.
+        if name is None:
+            del sources[f"{name}, before training"]  # It is the original again.
         found: dict[str, tuple[Grid, Mapping[str, Grid]]] = {}
         for label, (source, which) in sources.items():
             grid = None if source is None else source.curve(which)
@@ -72,7 +69,7 @@ class Results:
 
     def recalls(self) -> list[Table]:
         """Return the table of what the models copy and recall; none without."""
-        rows, first = self.measured(), self.measurements.recalls("native") or self.measurements.recalls("after")
+        rows, first = self.measured(), self.measurements.recalls(ORIGINAL) or self.measurements.recalls("after")
         if not first:
             return []
         grid = next(iter(first.values()))
@@ -85,20 +82,6 @@ class Results:
             for label, (_, own) in rows.items()
         }
         return [Table(["", *first], [[label, *row] for label, row in cells.items()], caption=caption)]
-
-    def losses_by_step(self) -> list[Table]:
-        """Return the table of losses with a teacher, of which that on the text is a part; none without."""
-        both = [entry for entry in self.log if "text_loss" in entry and "loss" in entry]
-        picked = both[:: max(1, len(both) // _LOSSES)]
-        if not picked:
-            return []
-        picked += [both[-1]] * (picked[-1] is not both[-1])
-        rows = [[f"{entry['step']:,}", f"{entry['loss']:.4f}", f"{entry['text_loss']:.4f}"] for entry in picked]
-        caption = (
-            "Training loss in nats per token. The whole is mixed of that on the text and of the distance from the "
-            "teacher. While the teacher fades it becomes that on the text, and rises though both fall:"
-        )
-        return [Table(["steps", "whole", "on the text"], rows, caption=caption)]
 
     def losses(self) -> list[tuple[int, float]]:
         """Return steps and losses on the text; a mixed loss would rise while its teacher fades."""
@@ -120,7 +103,6 @@ class Results:
             "unread": len({grid.measured() for grid in models.values()}) > 1,
             "recalls": self.recalls(),
             "losses": [loss for _, loss in self.losses()],
-            "losses_by_step": self.losses_by_step(),
             "pace": self.pace,
             "verdict": self.verdict,
         }
@@ -144,7 +126,7 @@ def write(folder: Path, results: Results) -> None:
 def _figure(results: Results) -> Figure:
     facts, measurements, models = results.facts, results.measurements, results.models()
     conversion, steps = facts.recipe.conversion, facts.recipe.training.steps
-    first, trained, native = next(iter(models.values())), list(models)[-1], measurements.curve("native")
+    first, trained, original = next(iter(models.values())), list(models)[-1], measurements.curve(ORIGINAL)
     name, length = first.quantity.name, nearest(first.points, facts.trained_length)
     mark = trained_mark(facts.trained_length if facts.states_length else None)
     fades = conversion.native == "handover" and conversion.scheme is not None
@@ -152,8 +134,8 @@ def _figure(results: Results) -> Figure:
     losses = [(step, Interval(loss, math.nan, math.nan)) for step, loss in results.losses()]
     course = [(step, grid.at(length)) for step, grid in measurements.course()]
     control = None if results.control is None else results.control.curve("after")
-    rival, whose = (native, "the native model") if control is None else (control, "the control")
-    level = None if rival is None else (rival.at(length).mean, whose)
+    rival, whose = (original, ORIGINAL) if control is None else (control, CONTROL)
+    level = None if rival is None else (rival.at(length).mean, f"the {whose}")
     by_step = (
         Panel(lines={trained: losses}, x="optimizer steps", y="training loss on text (nats)", mark=gone),
         Panel(lines={trained: course}, x="optimizer steps", y=f"{name} at {length:,} tokens", level=level, mark=gone),

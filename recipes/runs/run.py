@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import itertools
-import json
-import math
 import os
 import platform
 import shlex
@@ -23,30 +19,25 @@ from transformers import set_seed
 
 from hf_posenc.errors import RecipeError, StorageError, shown
 from hf_posenc.patches.adapter_files import apart, fingerprint
-from hf_posenc.patches.architecture import of_model
-from hf_posenc.patches.atomic_files import UNFINISHED, publish, published, reading, storing, write_text
-from hf_posenc.patches.patch import disabled, native_scheme, patch, set_strength
-from hf_posenc.patches.plan import Plan, plan
-from hf_posenc.patches.rotary import native_rope, set_rope
-from hf_posenc.recipes import durations, layout, loading, storage
 from hf_posenc.patches.atomic_files import UNFINISHED, publish, storing, write_text
 from hf_posenc.recipes import durations, layout, loading
 from hf_posenc.recipes.data import sources
 from hf_posenc.recipes.data.windows import content_of
 from hf_posenc.recipes.evaluation.generation import Generation, compared
 from hf_posenc.recipes.evaluation.measure import Workers
+from hf_posenc.recipes.evaluation.verdict import Verdict
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.layout import CHECKPOINTS, MODEL, RECIPE, RUN
 from hf_posenc.recipes.loading import is_masked, load
 from hf_posenc.recipes.processes import enough_threads, processes
 from hf_posenc.recipes.runs import files, report, stages
+from hf_posenc.recipes.runs.advice import control_of, is_comparable, judge
 from hf_posenc.recipes.runs.facts import Facts, print_header
 from hf_posenc.recipes.runs.files import has_begun, record_of
 from hf_posenc.recipes.runs.forecast import forecast, seconds_of, sized
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.runs.stages.base import Case, Context, Work
 from hf_posenc.recipes.runs.stages.trained import Trained
-from hf_posenc.recipes.runs.verdict import Verdict, control_of, is_comparable, judge
 from hf_posenc.recipes.schema import fields
 from hf_posenc.recipes.schema.recipe import Recipe
 from hf_posenc.recipes.training.adapter import keep_unpacked, quantization, trained_dtype
