@@ -145,7 +145,7 @@ def test_the_model_that_comes_along_has_a_name(tmp_path: Path) -> None:
     assert run("convert", "tiny-llama", "alibi", tmp_path / "out").exit_code == 0
     assert run("verify", tmp_path / "out").stdout.startswith("active: alibi on 4 layers")
     assert (tmp_path / "out" / "tokenizer.json").is_file()
-    drawn = run("plot", "tiny-llama", "--what", "frequencies", "--out", tmp_path / "pictures")
+    drawn = run("plot", "tiny-llama", "--what", "decay", "--out", tmp_path / "pictures")
     assert drawn.exit_code == 0, drawn.stderr
 
 

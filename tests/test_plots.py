@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure, FigureBase
+from matplotlib.figure import Figure
 from models import DIRECTORIES, moved, stock
 from peft import get_peft_model
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaModel, ViTConfig, ViTModel
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from typer.testing import CliRunner
 
@@ -28,6 +28,7 @@ from hf_posenc.recipes.intervals import Interval
 from hf_posenc.recipes.plots import figures, kinds
 from hf_posenc.recipes.reports import curves, style
 from hf_posenc.recipes.runs.request import MEASURES
+from hf_posenc.structures import Picture
 
 HEADS, LENGTH, TOKENS = 4, 32, 9
 IDS = {"input_ids": torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5]])}
@@ -43,12 +44,6 @@ def llama(scheme: str | None = None, *, layers: int = 2, **options: Any) -> Any:
     return model if scheme is None else moved(hf_posenc.patch(model, scheme, **options), 0.3)
 
 
-def vit(scheme: str) -> Any:
-    config = ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=20)
-    config.patch_size, config.initializer_range = 4, 0.5
-    return hf_posenc.patch(ViTModel(config), scheme)
-
-
 def only(model: Any, kind: str, **options: Any) -> list[Axes]:
     """Return the panels of the only figure of a kind."""
     (figure,) = draw(model, kind, **options).values()
@@ -62,11 +57,6 @@ def draw(model: Any, *what: str, **options: Any) -> dict[str, Figure]:
 def panels(figure: Figure) -> list[Axes]:
     """Return the panels that are there to be seen, without colour bars."""
     return [axes for axes in figure.axes if axes.get_visible() and axes.get_label() != "<colorbar>"]
-
-
-def headings(figure: FigureBase) -> list[str]:
-    """Return the titles of all parts of a page."""
-    return [title for part in figure.subfigs for title in (part.get_suptitle(), *headings(part))]
 
 
 def lines(axes: Axes) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -111,38 +101,27 @@ def scheme_of(model: Any, layer: int = 0) -> Any:
     return model.layers[layer].self_attn.hf_posenc
 
 
-def test_titles_of_a_single_head_are_not_cut_off() -> None:
-    for made in draw(llama("cope", layers=1), "overview", "positions", heads=[1]).values():
-        made.draw_without_rendering()
-        titled = [part for part in (made, *made.subfigs) if part._suptitle is not None]
-        assert titled
-        assert all(part._suptitle.get_window_extent().x1 <= made.bbox.width for part in titled)
-
-
 # -- every scheme ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", list(hf_posenc.schemes()))
-def test_every_scheme_has_pictures(name: str) -> None:
-    """On the page of a model, which has all that fit it."""
-    model = llama(name, layers=1)
-    page = draw(model, "overview", heads=[1], queries=[7])["overview"]
-    assert isinstance(page, Figure)
-    assert page.get_suptitle() == f"LlamaModel, {model.num_parameters():,} parameters, trained on {LENGTH} positions"
-    titles = [title for title in headings(page) if title]
-    assert all(title.startswith(f"{name}, decoder: ") for title in titles)
-    *others, attention = titles
-    assert attention == f"{name}, decoder: attention weights, layer 0"
+def test_every_scheme_has_pictures_with_labels_and_a_title_that_fits(name: str) -> None:
+    made = figures(llama(name, layers=1), inputs=IDS, heads=[1], queries=[7])
+    *others, attention = made
+    assert attention == f"attention-decoder-{name}"
     # There is nothing else to see without any encoding, of weights alone, or where hidden states decide.
     alone = "nope tape stick_breaking attention_sinks gated_output log_temperature near repo selective_rope"
     assert bool(others) == (name not in alone.split())
-    for axes in panels(page):
-        assert axes.lines or axes.images
-        assert all(np.isfinite(y).all() for _, y in lines(axes).values())
-        # Panels of a grid share the labels of its edges.
-        grid = [other for other in panels(page) if axes.get_shared_x_axes().joined(axes, other)]
-        assert any(other.get_xlabel() for other in [axes, *grid])
-    assert all(axes.get_ylabel() for axes in page.axes if axes.get_label() == "<colorbar>")
+    for figure in made.values():
+        assert figure.get_suptitle().startswith(f"{name}, decoder: ")
+        figure.draw_without_rendering()
+        assert figure._suptitle.get_window_extent().x1 <= figure.bbox.width
+        for axes in panels(figure):
+            assert axes.lines or axes.images
+            assert all(np.isfinite(y).all() for _, y in lines(axes).values())
+            assert axes.get_xlabel()
+            assert axes.get_ylabel()
+        assert all(axes.get_ylabel() for axes in figure.axes if axes.get_label() == "<colorbar>")
 
 
 def test_kinds_and_measures_are_named_on_the_command_line() -> None:
@@ -162,8 +141,6 @@ def test_distances_go_on_a_log_scale_where_they_are_far_and_titles_name_the_run(
         assert axes.get_xlabel() == "distance to the key (tokens)"
         assert axes.get_title(loc="left") == f"layers 0, 1, query at {query}"
         assert figure.get_suptitle().startswith("my-run: alibi, decoder")
-    (page,) = draw(llama("alibi", layers=1), "overview", name="my-run").values()
-    assert page.get_suptitle().startswith("my-run: Llama")
 
 
 def test_fire_is_drawn_for_each_query() -> None:
@@ -192,7 +169,7 @@ def test_a_stock_t5_shows_its_own_tables() -> None:
         if stack == "decoder":
             bias = bias[:, :201]
         np.testing.assert_allclose(heights(axes), below_largest(bias.flip(-1)), atol=1e-6)
-        assert f"t5 (native), {stack}" in figure.get_suptitle()
+        assert f"t5 (native encoding), {stack}" in figure.get_suptitle()
     assert type(model) is kind
     assert model.training
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
@@ -211,33 +188,6 @@ def test_rope_decay_is_the_mean_over_all_pairs() -> None:
         np.testing.assert_allclose(heights(axes), below_largest(torch.stack(want, -1)), atol=1e-5)
 
 
-def test_patches_of_an_image_are_drawn_on_their_grid() -> None:
-    offset = np.arange(5) - 2
-    far = np.hypot(offset[:, None], offset[None])
-    figure = figures(vit("alibi"), what="bias")["bias-encoder-alibi"]
-    for axes, slope in zip(panels(figure), (2.0**-4, 2.0**-8), strict=True):
-        np.testing.assert_allclose(image(axes), -slope * far, rtol=1e-6, atol=1e-9)
-        assert axes.images[0].get_extent() == [-2.5, 2.5, 2.5, -2.5]
-        assert axes.get_title(loc="left")
-    # A rotation adds nothing where the query stands.
-    for axes in panels(figures(vit("rope2d"), what="decay")["decay-encoder-rope2d"]):
-        assert np.abs(image(axes)).max() > 1e-4
-        assert image(axes)[2, 2] == pytest.approx(0, abs=1e-12)
-
-
-def test_frequencies_of_learned_rotations_are_those_of_their_generators() -> None:
-    model = llama("liere", layers=1)
-    (axes,) = only(model, "frequencies")
-    shown = lines(axes)
-    native = scheme_of(model).geometry.inv_freq.double()
-    np.testing.assert_allclose(shown["native"][1], 2 * math.pi / native)
-    generators = scheme_of(model).generators().sum(0)[:, 0]  # one block per head
-    for head, generator in enumerate(generators):
-        rates = torch.linalg.eigvals(generator).imag.abs().sort(descending=True).values[::2].detach()
-        np.testing.assert_allclose(shown[f"kv head {head}"][1], 2 * math.pi / rates, rtol=1e-6)
-    assert axes.get_ylabel() == "tokens per turn"
-
-
 def test_a_table_is_drawn_with_the_likeness_of_its_rows() -> None:
     model = llama("learned")
     left, right = only(model, "table")
@@ -250,11 +200,9 @@ def test_a_table_is_drawn_with_the_likeness_of_its_rows() -> None:
 def test_a_scheme_declares_a_picture_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands find it; no room of pictures knows the scheme."""
     model = llama("shaw", layers=1)
-    of = Numbers(lambda scheme, logits, q, k, block: q[..., 0], "first channel", high=None)
-    monkeypatch.setattr(
-        type(scheme_of(model)), "pictures", (Picture("first", "a summary", "a title", "tokens", (of,)),)
-    )
-    assert kinds()["first"] == "a summary"
+    own = Picture("first", "a title", "first channel", lambda scheme, logits, q, k, block: q[..., 0])
+    monkeypatch.setattr(type(scheme_of(model)), "pictures", (own,))
+    assert kinds()["first"] == "a title, over a text"
     (axes,) = only(model, "first")
     np.testing.assert_allclose(image(axes), operands(model, 0)[1][0, :, :, 0].detach(), rtol=1e-6)
     with pytest.raises(hf_posenc.OptionError, match="no picture 'first' of kerple"):
@@ -267,19 +215,12 @@ def test_random_schemes_are_drawn_as_they_are_evaluated() -> None:
     assert model.training
 
 
-def test_gates_and_what_they_leave() -> None:
+def test_gates_are_those_of_the_model() -> None:
     model = llama("fox")
-    drawn = only(model, "gates")
-    assert [axes.get_title(loc="left") for axes in drawn[:2]] == [
-        "gate of each token, layer 0",
-        "left at the last token, layer 0",
-    ]
-    for layer in range(2):
-        hidden = operands(model, layer)[0]
-        gate = scheme_of(model, layer).fgate_proj(hidden)[0].sigmoid().T.detach()  # [H, S]
-        np.testing.assert_allclose(image(drawn[2 * layer]), gate, rtol=1e-5)
-        left = [gate[:, token + 1 :].prod(-1) for token in range(TOKENS)]
-        np.testing.assert_allclose(image(drawn[2 * layer + 1]), torch.stack(left, -1), rtol=1e-4)
+    for layer, axes in enumerate(only(model, "gates")):
+        gate = scheme_of(model, layer).fgate_proj(operands(model, layer)[0])[0].sigmoid().T.detach()  # [H, S]
+        np.testing.assert_allclose(image(axes), gate, rtol=1e-5)
+        assert axes.get_title(loc="left") == f"layer {layer}"
 
 
 def test_query_heads_show_the_numbers_of_their_kv_head() -> None:
@@ -311,9 +252,9 @@ def test_attention_is_what_the_model_used(backend: str) -> None:
     assert model.training
     assert model.config._attn_implementation == backend
     hidden = np.triu(np.ones((TOKENS, TOKENS), dtype=bool), 1)
-    for layer in range(2):
-        for head, axes in enumerate(panels(made[f"attention-decoder-stick_breaking-layer-{layer}"])):
-            np.testing.assert_allclose(image(axes)[~hidden], weights[layer][0, head].numpy()[~hidden], rtol=1e-5)
+    shown = np.stack([image(axes)[~hidden] for axes in panels(made["attention-decoder-stick_breaking"])])
+    want = torch.cat([each[0] for each in weights]).numpy()[:, ~hidden]
+    np.testing.assert_allclose(shown, want, rtol=1e-5)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -324,9 +265,8 @@ def test_layers_with_different_schemes_have_pictures_of_their_own() -> None:
     hf_posenc.patch(model, "alibi", layers=[0, 2])
     hf_posenc.patch(model, "fox", layers=[1])
     made = figures(model, inputs=IDS)
-    maps = ("alibi-layer-0", "alibi-layer-2", "fox-layer-1")
-    others = {"overview", "bias-decoder-alibi", "gates-decoder-fox"}
-    assert set(made) == others | {f"attention-decoder-{layer}" for layer in maps}
+    attention = {f"attention-decoder-{name}" for name in ("alibi", "fox")}
+    assert set(made) == attention | {"bias-decoder-alibi", "gates-decoder-fox"}
     hf_posenc.patch(model, "alibi", layers=[3], gate=True)
     assert set(draw(model, "bias")) == {"bias-decoder-alibi-0", "bias-decoder-alibi-2"}
 
@@ -391,21 +331,23 @@ def test_a_picture_of_many_models_can_be_read() -> None:
 
 
 @pytest.mark.parametrize(("low", "high"), [(3, 120), (3.9, 6.3), (4.05, 4.45), (1.0, 2.9), (2, 1e9)])
-def test_logarithmic_axes_have_a_few_ticks(low: float, high: float) -> None:
+def test_two_lengths_have_two_ticks_and_perplexities_a_few(low: float, high: float) -> None:
     line = [(point, Interval(value, value, value)) for point, value in ((64, low), (128, high))]
-    (axes,) = curves.lines_figure("Lines", [curves.Panel(lines={"native": line})]).axes
+    (axes,) = curves.lines_figure("Lines", [curves.Panel(lines={"original": line})]).axes
     ticks = [tick for tick in axes.get_yticks() if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]]
     assert 3 <= len(ticks) <= 10
+    assert list(axes.get_xticks()) == [64, 128]
 
 
-def test_a_picture_of_one_point_and_no_log() -> None:
+def test_a_picture_of_one_point_and_of_points_close_together() -> None:
     one = Interval(3.0, math.nan, math.nan)
-    panel = curves.Panel(lines={"native": [(64, one)]}, mark=curves.trained_mark(64))
-    course = curves.Panel(lines={"native": [(0, one), (100, one), (200, one)]}, level=(9.0, "the control"))
+    panel = curves.Panel(lines={"original": [(64, one)]}, mark=curves.trained_mark(64))
+    course = curves.Panel(lines={"original": [(step, one) for step in (0, 1, 100, 200)]}, level=(9.0, "the control"))
     figure = curves.lines_figure("one", [panel, course])
     figure.draw_without_rendering()
-    # A level is in sight.
-    assert figure.axes[1].get_ylim()[1] > 9
+    assert list(figure.axes[0].get_xticks()) == [64]
+    assert 1 not in figure.axes[1].get_xticks()
+    assert figure.axes[1].get_ylim()[1] > 9  # a level is in sight
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -443,7 +385,7 @@ def test_the_command_draws_a_run_and_an_adapter(tmp_path: Path) -> None:
     )
     assert done.exit_code == 0, done.output
     names = {path.name for path in (tmp_path / "b").iterdir()}
-    assert names == {"attention-decoder-kerple-layer-1.svg", "bias-decoder-kerple.svg"}
+    assert names == {"attention-decoder-kerple.svg", "bias-decoder-kerple.svg"}
 
 
 def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:

@@ -135,8 +135,8 @@ def plot(
         list[str] | None,
         Option(
             metavar="KIND",
-            help="overview, bias, decay, frequencies, table, gates, slopes, strengths, positions or attention; "
-            "repeatable. Default: all that the model has.",
+            help="bias, decay, table, gates, slopes, strengths, positions or attention; repeatable. Default: all that "
+            "the model has.",
         ),
     ] = None,
     out: Annotated[Path, Option(help="Folder to write; must not exist.")] = Path("pictures"),
@@ -148,7 +148,7 @@ def plot(
     heads: Annotated[str | None, Option(help='Heads, such as "0,5". Default: a selection.')] = None,
     form: Annotated[Literal["png", "svg", "pdf"], Option("--format", help="File format.")] = "png",
 ) -> None:
-    """Draw what a model has learned: biases, rotations, tables, gates, attention, and an overview."""
+    """Draw what a model has learned: biases, tables, gates and attention."""
     quiet()
     chosen_layers, chosen_heads = (
         None if text is None else words(option, text, int)

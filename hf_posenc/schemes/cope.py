@@ -8,7 +8,7 @@ from hf_posenc.facts import Adaptation, Facts
 from hf_posenc.forms import GateCount, KeyScan, Locality
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops import fill_hidden_, grouped_matmul
-from hf_posenc.pictures import Numbers, Picture
+from hf_posenc.pictures import Picture
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
@@ -106,11 +106,7 @@ class CoPE(Scheme):
 
     pictures = (
         Picture(
-            "positions",
-            "positions as each query counts them over a text, with its tokens",
-            "positions of keys as each query counts them",
-            "pairs",
-            (Numbers(count, "position of the key (tokens counted)", high=None),),
+            "positions", "positions of keys as each query counts them", "position of the key (tokens counted)", count
         ),
     )
 

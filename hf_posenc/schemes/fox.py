@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from hf_posenc.facts import Adaptation, Facts
 from hf_posenc.forms import Bias, KeyBias
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
-from hf_posenc.pictures import Numbers, Picture
+from hf_posenc.pictures import Picture
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme, set_start
 from hf_posenc.schemes.families.layers import AnyDtypeLinear
@@ -168,19 +168,4 @@ class FoX(Scheme):
         sums = block.state[_SUMS].transpose(1, 2)[:, : self.geometry.heads]
         return F.pad(sums, (1, 0)).diff(dim=-1).exp()
 
-    def left(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
-        """Return the factor on what is left of each key at each query, `[B, H, Q, K]`, likewise."""
-        return self._bias(block, logits).exp()
-
-    pictures = (
-        Picture(
-            "gates",
-            "forget gates over a text, with its tokens, and what they leave",
-            "forget gates",
-            "tokens",
-            (
-                Numbers(gates, "kept at this token (factor)", "gate of each token"),
-                Numbers(left, "left (factor)", "left", log=True),
-            ),
-        ),
-    )
+    pictures = (Picture("gates", "forget gates", "kept at this token (factor)", gates, high=1.0),)

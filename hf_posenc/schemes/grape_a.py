@@ -9,7 +9,7 @@ from hf_posenc.facts import Adaptation, Facts
 from hf_posenc.forms import Bias
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops import placed
-from hf_posenc.pictures import Numbers, Picture
+from hf_posenc.pictures import Picture
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.additive import slopes
@@ -79,9 +79,8 @@ class GRAPEA(Scheme):
     pictures = (
         Picture(
             "slopes",
-            "slopes of the penalty that each token of a text gets",
             "slopes of keys",
-            "tokens",
-            (Numbers.of_state(_RATES, "penalty per token of distance (nats)", high=None),),
+            "penalty per token of distance (nats)",
+            lambda scheme, logits, q, k, block: block.state[_RATES].transpose(1, 2),
         ),
     )

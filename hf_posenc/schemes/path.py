@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from hf_posenc.facts import Facts
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
-from hf_posenc.pictures import Numbers, Picture
+from hf_posenc.pictures import Picture
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.layers import AnyDtypeLinear, LowRank, convolved
@@ -93,10 +93,10 @@ class PaTH(Scheme):
     pictures = (
         Picture(
             "strengths",
-            "strength of the reflection by each token of a text",
             "strengths of reflections",
-            "tokens",
-            (Numbers.of_state(_STRENGTHS, "strength (0: none, 1: projection, 2: reflection)", high=2.0),),
+            "strength (0: none, 1: projection, 2: reflection)",
+            lambda scheme, logits, q, k, block: block.state[_STRENGTHS].transpose(1, 2),
+            high=2.0,
         ),
     )
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from hf_posenc.errors import RecipeError, suggest
 from hf_posenc.patches.atomic_files import reading
-from hf_posenc.recipes.schema.fields import LARGEST_TEXT
 from hf_posenc.recipes.schema.fields import LARGEST_TEXT, parse
 
 FOLDER = Path(__file__).parent

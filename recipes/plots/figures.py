@@ -8,23 +8,16 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from matplotlib.gridspec import GridSpec
 from torch import Tensor
 
 from hf_posenc.errors import LayerSelectionError, OptionError, suggest
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.recipes.plots.pictures import Kind, all_kinds
 from hf_posenc.recipes.plots.subject import Part, parts_of, patched
-from hf_posenc.recipes.reports import style
 
-# One page about a model: what each of its schemes does, in the pictures that fit it.
-OVERVIEW = "overview"
 # Names come back and things happen twice, so that heads which look for either have something to find.
 PROMPT = "Once upon a time there was a cat. The cat sat on a mat. A dog came, and the dog sat on the mat too."
 
-# Layers and heads on a page; maps are large.
-_LAYERS, _HEADS, _MAPS = 4, 8, 3
-_MARGIN = 0.2
 # An attention map of more tokens takes gigabytes in all heads.
 _LONGEST = 1024
 # Larger positions are not exact in 32 bits.
@@ -56,8 +49,8 @@ def figures(
             unless given.
         layers: Indices of the layers to draw; `None` is all, or some of many.
         heads: Indices of the query heads; likewise.
-        queries: Positions of the queries for pictures of what is added by distance, each with all distances that
-            there are; empty is the trained length, and others where it matters.
+        queries: Positions of the queries for pictures by distance; empty is the trained length, and others where it
+            matters.
         name: Name of the model or its run, for the titles.
 
     Returns:
@@ -70,89 +63,44 @@ def figures(
         WrappedModelError: The model is inside a wrapper.
     """
     known = all_kinds()
-    every_kind = [OVERVIEW, *known]
-    asked = [what] if isinstance(what, str) else every_kind if what is None else list(what)
-    if not asked:
-        raise OptionError(f"Got no kind of picture to draw. {suggest('', every_kind)}")
-    for each in asked:
-        if each not in every_kind:
-            raise OptionError(f"There is no kind of picture {each!r}. {suggest(str(each), every_kind)}")
+    wanted = [what] if isinstance(what, str) else list(known) if what is None else list(what)
+    if not wanted:
+        raise OptionError(f"Got no kind of picture to draw. {suggest('', known)}")
+    for each in wanted:
+        if each not in known:
+            raise OptionError(f"There is no kind of picture {each!r}. {suggest(str(each), known)}")
     if not all(isinstance(query, int) and 1 <= query <= _FARTHEST for query in queries):
         raise OptionError(
             f"queries={list(queries)!r}: expected positions of queries, each an integer from 1 to {_FARTHEST:,}."
         )
     with patched(model) as native, torch.no_grad():
-        every = parts_of(model, tokenizer, _inputs(model, tokenizer, prompt, inputs), native=native)
+        every = parts_of(model, tokenizer, _inputs(model, tokenizer, prompt, inputs), native=native, name=name)
         parts = _chosen(every, layers, heads, tuple(queries))
-        there = {each: kind for each, kind in known.items() if any(map(kind.fits, parts))}
-        missing = [each for each in asked if each not in (OVERVIEW, *there)]
+        fitting = [kind for kind in known if any(map(known[kind].fits, parts))]
+        missing = [each for each in wanted if each not in fitting]
         if what is not None and missing:
             raise OptionError(
                 f"There is no picture {', '.join(map(repr, missing))} of "
-                f"{', '.join(sorted({part.name for part in parts}))}. Available pictures: "
-                f"{', '.join([*there, OVERVIEW])}."
+                f"{', '.join(sorted({part.name for part in parts}))}. Available pictures: {', '.join(fitting)}."
             )
-        narrow, named = layers is None and heads is None, f"{name}: " if name else ""
-        drawn: dict[str, Figure] = {}
-        for kind in (there[each] for each in asked if each in there):
-            drawn |= _of_kind(kind, parts, named, narrow=narrow)
-        if OVERVIEW in asked:
-            of = type(model).__name__.removeprefix("Posenc")
-            size = f"{model.num_parameters():,} parameters, trained on {parts[0].length:,} positions"
-            # A row for each picture of each part, of a few layers and heads.
-            rows = [
-                (kind, part.narrowed(1, _MAPS) if kind.per_layer else part.narrowed(_LAYERS, _HEADS))
-                for part in parts
-                for kind in there.values()
-                if kind.fits(part)
-            ]
-            drawn[OVERVIEW] = _page(rows, named, f"{of}, {size}")
+        narrow, drawn = layers is None and heads is None, {}
+        for each in wanted:
+            drawn |= dict(_of_kind(known[each], parts, narrow=narrow))
     return drawn
 
 
 def kinds() -> dict[str, str]:
     """Return the kinds of pictures, with what they show."""
-    found = {name: kind.summary for name, kind in all_kinds().items()}
-    return found | {OVERVIEW: "all of these on one page, of a few layers"}
+    return {name: kind.summary for name, kind in all_kinds().items()}
 
 
-def _of_kind(kind: Kind, parts: Sequence[Part], named: str, *, narrow: bool) -> Iterator[tuple[str, Figure]]:
+def _of_kind(kind: Kind, parts: Sequence[Part], *, narrow: bool) -> Iterator[tuple[str, Figure]]:
     """Yield the figures of one kind, each with a name that no other figure has."""
     for part in filter(kind.fits, parts):
         words = [kind.name, part.stack, part.name]
         if sum((other.stack, other.name) == (part.stack, part.name) for other in parts) > 1:
             words.append(str(part.group.id))
-        some = part.narrowed(kind.layers, kind.heads) if narrow else part
-        for layers in [(layer,) for layer in some.layers] if kind.per_layer else [some.layers]:
-            name = "-".join([*words, *([f"layer-{layers[0].index}"] if kind.per_layer else [])])
-            yield name, _page([(kind, replace(some, layers=layers))], named)
-
-
-def _page(rows: Sequence[tuple[Kind, Part]], named: str, head: str = "") -> Figure:
-    """Draw pictures below each other, at the left of a page that is as wide as the widest.
-
-    With a head, each row has a title of its own; without one, there is one row, and its title is that of the page.
-    """
-    made = style.figure(1, 1, named + head)
-    lines, titles, drawn = GridSpec(len(rows), 1, figure=made), [named + head], []
-    for place, (kind, part) in enumerate(rows):
-        line: Any = made.add_subfigure(lines[place])
-        halves = GridSpec(1, 2, figure=line)
-        title, width, height = kind.draw(line.add_subfigure(halves[0]), part)
-        titles.append(f"{part.called}: {title}" if head else f"{named}{part.called}: {title}")
-        style.entitle(line if head else made, titles[-1])
-        drawn.append((halves, width, height + _MARGIN * bool(head)))
-    # How large pictures are is known when they are drawn.
-    widest = max(*map(style.width_of, titles), *(width for _, width, _ in drawn))
-    for halves, width, _ in drawn:
-        halves.set_width_ratios((width, max(widest - width, 1e-3)))
-    heights = [height for _, _, height in drawn]
-    lines.set_height_ratios(heights)
-    made.set_size_inches(widest, sum(heights) + _MARGIN * bool(head))
-    return made
-
-
-# -- what was asked for ------------------------------------------------------------------------------------------------
+        yield "-".join(words), kind.draw(part.narrowed(kind.layers, kind.heads) if narrow else part)
 
 
 def _chosen(

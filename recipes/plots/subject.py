@@ -104,24 +104,24 @@ class Part:
 
 
 def parts_of(
-    model: PreTrainedModel, tokenizer: Any, inputs: Mapping[str, Mapping[str, Tensor]], *, native: bool
+    model: PreTrainedModel, tokenizer: Any, inputs: Mapping[str, Mapping[str, Tensor]], *, native: bool, name: str
 ) -> list[Part]:
     """Return all there is to draw of a patched model, in the order of layers; without a tokenizer, tokens are numbers.
 
     Inputs are the arguments of a forward of each stack, batch 1. A `native` model was a stock one, and is drawn as what
-    it computes itself.
+    it computes itself. The name of the model begins the titles.
     """
     found, strength = [], record.strengths_from_config(model.config).scheme
     faded = f" (drawn in full; at {strength:.0%} of its strength now)" if strength != 1 else ""
     seen = _see(model, inputs)
     for group in record.from_config(model.config):
-        state = " (native)" if native else " over the native encoding" if group.native == "keep" else ""
+        state = " (native encoding)" if native else " over the native encoding" if group.native == "keep" else ""
         for stack, share in group.stacks.items():
             if stack in inputs:
                 layers = tuple(seen[stack, index] for index in share.layers)
                 text = _written(tokenizer, inputs[stack].get("input_ids"), layers[0].q.shape[2])
                 heads = tuple(range(layers[0].scheme.geometry.heads))
-                called = f"{group.scheme}{state}, {stack}{faded}"
+                called = f"{name}: " * bool(name) + f"{group.scheme}{state}, {stack}{faded}"
                 found.append(Part(stack, group, called, text, layers, heads))
     return sorted(found, key=lambda part: (list(inputs).index(part.stack), part.layers[0].index))
 
@@ -152,7 +152,7 @@ def layer_names(indices: Sequence[int]) -> str:
     if len(indices) == 1:
         return f"layer {indices[0]}"
     if len(indices) > 2 and list(indices) == list(range(indices[0], indices[-1] + 1)):
-        return f"layers {indices[0]}\N{EN DASH}{indices[-1]}"
+        return f"layers {indices[0]}-{indices[-1]}"
     return f"layers {', '.join(map(str, indices))}"
 
 
@@ -160,8 +160,6 @@ def _some(things: tuple[Any, ...], most: int) -> tuple[Any, ...]:
     """Return at most so many of some things, evenly spread, the first and the last among them."""
     if len(things) <= most:
         return things
-    if most == 1:
-        return (things[len(things) // 2],)
     return tuple(things[round(place * (len(things) - 1) / (most - 1))] for place in range(most))
 
 

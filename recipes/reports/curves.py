@@ -58,7 +58,7 @@ def lines_figure(title: str, panels: Sequence[Panel]) -> Figure:
     down = math.ceil(len(panels) / across)
     width, height = (7.5, 4.8) if across == 1 else (5.5, 4.8) if across < _ACROSS else (4.0, 3.4)
     figure = style.figure(width * across, height * down, title, dpi=130)
-    places, _, _ = style.grid(figure, len(panels), across, x="", y="", share_x=False, share_y=False)
+    places = style.grid(figure, len(panels), across, x="", y="", share_x=False, share_y=False)
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     for axes, panel in zip(places, panels, strict=True):
         _draw_lines(axes, panel, names)
@@ -130,12 +130,13 @@ def _x_axis(axes: Axes, points: Sequence[Any], is_named: bool) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xlim(low / room, high * room)
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_locator(FixedLocator(points))
+        are_apart = True
     else:
         room = (high - low) * 0.05 or 1
         axes.set_xlim(low - room, high + room)
-        # Round numbers: points may lie close together.
-        axes.xaxis.set_major_locator(MaxNLocator(_TICKS, integer=True))
+        are_apart = all(later - point >= (high - low) / _TICKS for point, later in pairwise(points))
+    # Ticks at the points, or at round numbers if these lie close together.
+    axes.xaxis.set_major_locator(FixedLocator(points) if are_apart else MaxNLocator(_TICKS, integer=True))
     axes.xaxis.set_major_formatter("{x:,.0f}")
 
 

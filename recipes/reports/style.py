@@ -10,13 +10,11 @@ import torch
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LogNorm, Normalize
-from matplotlib.figure import Figure, FigureBase
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import FixedLocator
 from torch import Tensor
-
-from hf_posenc.pictures import Numbers
 
 # For what grows from nothing, and for what has two signs; told apart with any colour vision.
 GROWING, SIGNED = "viridis", "RdBu_r"
@@ -41,20 +39,11 @@ _TOKEN, TOKEN_LABELS = 0.125, 0.7
 def figure(width: float, height: float, title: str, *, dpi: float = 110) -> Figure:
     """Return an empty figure, in inches, with a title at the left, as wide as that at least."""
     # Not through pyplot, which would keep the figure and choose a backend for the whole process.
-    made = Figure(figsize=(max(width, width_of(title)), height), dpi=dpi, layout="constrained")
+    of_title = _INCHES * max(map(len, title.splitlines()), default=0)
+    made = Figure(figsize=(max(width, of_title), height), dpi=dpi, layout="constrained")
     FigureCanvasAgg(made)
-    entitle(made, title)
+    made.suptitle(title, fontsize=10.5, x=0.01, ha="left")
     return made
-
-
-def width_of(title: str) -> float:
-    """Return how many inches the lines of a title take at most."""
-    return _INCHES * max(map(len, title.splitlines()), default=0)
-
-
-def entitle(canvas: FigureBase, title: str) -> None:
-    """Write a title at the left."""
-    canvas.suptitle(title, fontsize=10.5, x=0.01, ha="left")
 
 
 def caption(axes: Axes, text: str) -> None:
@@ -118,8 +107,14 @@ def token_ticks(axes: Axes, tokens: Sequence[str], *, x: bool = False, y: bool =
 # -- panels ------------------------------------------------------------------------------------------------------------
 
 
+def shape(count: int, most: int = COLUMNS) -> tuple[int, int]:
+    """Return the numbers of rows and columns of some panels, in rows of at most so many."""
+    columns = min(count, most)
+    return math.ceil(count / columns), columns
+
+
 def grid(
-    canvas: FigureBase,
+    canvas: Figure,
     count: int,
     most: int = COLUMNS,
     *,
@@ -128,10 +123,9 @@ def grid(
     share_x: bool = True,
     share_y: bool = True,
     size: float = 9,
-) -> tuple[list[Axes], int, int]:
-    """Return panels in rows of at most so many, and the numbers of rows and columns; the outer panels have labels."""
-    columns = min(count, most)
-    rows = math.ceil(count / columns)
+) -> list[Axes]:
+    """Return panels in rows of at most so many; the outer panels have labels."""
+    rows, columns = shape(count, most)
     panels = list(canvas.subplots(rows, columns, squeeze=False, sharex=share_x, sharey=share_y).flat)
     for place, axes in enumerate(panels):
         axes.set_visible(place < count)
@@ -141,7 +135,7 @@ def grid(
         if place + columns >= count:
             axes.set_xlabel(x, fontsize=size)
             axes.tick_params(labelbottom=True)
-    return panels[:count], rows, columns
+    return panels[:count]
 
 
 def lines(axes: Axes, distances: Tensor, values: Tensor, labels: Sequence[object], *, log: bool, width: float) -> None:
@@ -169,18 +163,11 @@ def heat(
     return axes.imshow(values.numpy(), cmap=colours, norm=scale, interpolation="nearest", **options)
 
 
-def bar(canvas: FigureBase, image: AxesImage, panels: Any, label: str, size: float = 8, **options: Any) -> None:
+def bar(canvas: Figure, image: AxesImage, panels: Any, label: str, size: float = 8, **options: Any) -> None:
     """Explain colours next to some panels."""
     made = canvas.colorbar(image, ax=panels, pad=0.01, **options)
     made.set_label(label, fontsize=size)
     made.ax.tick_params(labelsize=7)
-
-
-def scale_of(numbers: Numbers, found: Sequence[Tensor]) -> Normalize:
-    """Return the scale of colours of some numbers."""
-    largest = max(float(values.nan_to_num().max()) for values in found) or 1.0
-    high = largest if numbers.high is None else numbers.high
-    return LogNorm(1e-3 * high, high, clip=True) if numbers.log else Normalize(0, high)
 
 
 def side(tokens: Sequence[str]) -> float:

@@ -144,7 +144,7 @@ class Trained(Stage):
             context.measure,
             every=self.recipe.evaluation.every,
             begins=self.begins,
-            native=None if self.begins else work.original,
+            original=None if self.begins else work.original,
             console=context.console,
         )
 
