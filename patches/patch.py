@@ -334,7 +334,7 @@ def prepare(
     _check_layers(architecture, wanted, chosen)
     for stack in wanted.values():
         architecture.check_native(stack.body)
-    resolved = share.resolve(
+    stays = share.resolve(
         native, _rotations(sites, chosen), what=architecture.native, shares=architecture.native_shares
     )
     is_causal = any(architecture.geometry(stack.body, 0).causal for stack in wanted.values())
@@ -344,7 +344,7 @@ def prepare(
             "model whose tokens see earlier ones."
         )
     kept = _kept(record.from_config(model.config), chosen)
-    if any(group.native != resolved for group in kept) and not architecture.native_per_layer:
+    if any(group.native != stays for group in kept) and not architecture.native_per_layer:
         raise LayerSelectionError(
             f"The {architecture.native} of {architecture.name} enters before the first layer, so it is there for all "
             f"layers or for none: earlier layers were patched with native={kept[0].native!r}, got native={native!r}. "
@@ -358,11 +358,11 @@ def prepare(
         )
     neutral = info.cls.neutral_options or {}
     # The caller already decided on the start if an option is given that a neutral start would set.
-    if resolved != "remove" and neutral.keys().isdisjoint(options):
+    if stays != "remove" and neutral.keys().isdisjoint(options):
         options = {**neutral, **options}
     taken = {group.id for group in kept}
     number = next(number for number in range(len(taken) + 1) if number not in taken)
-    group = Group(number, scheme, resolved, {n: Part(part, options) for n, part in chosen.items()})
+    group = Group(number, scheme, stays, {n: Part(part, options) for n, part in chosen.items()})
     built = surgery.build_group(sites, group, info)
     resolved = {name: Part(chosen[name], next(iter(part.values())).options()) for name, part in built.items()}
     group = replace(group, stacks=resolved)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -35,8 +35,8 @@ def resolve(native: Any, layers: Iterable[tuple[str, Geometry]], *, what: str, s
     Raises:
         OptionError: It is none of these, or does not suit the model.
     """
-    if isinstance(native, str) and native in ("remove", "keep"):
-        return native
+    if native in ("remove", "keep"):
+        return cast("Native", native)
     is_number = isinstance(native, (int, float)) and not isinstance(native, bool) and 0 <= native <= 1
     is_mapping = isinstance(native, Mapping) and all(isinstance(value, (int, float)) for value in native.values())
     if not (native == "fast" or is_number or is_mapping):

@@ -23,12 +23,11 @@ from typer.testing import CliRunner
 import hf_posenc
 from hf_posenc.cli import app
 from hf_posenc.cli import evaluate as commands
-from hf_posenc.pictures import Numbers, Picture
+from hf_posenc.pictures import Picture
 from hf_posenc.recipes.intervals import Interval
 from hf_posenc.recipes.plots import figures, kinds
 from hf_posenc.recipes.reports import curves, style
 from hf_posenc.recipes.runs.request import MEASURES
-from hf_posenc.structures import Picture
 
 HEADS, LENGTH, TOKENS = 4, 32, 9
 IDS = {"input_ids": torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5]])}

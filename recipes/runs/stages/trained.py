@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_posenc.errors import shown
-from hf_posenc.patches.directories import reading
+from hf_posenc.patches.atomic_files import reading
 from hf_posenc.recipes import layout
 from hf_posenc.recipes.data.collation import Collator
 from hf_posenc.recipes.processes import processes, sharding

@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import Subset
 from transformers import default_data_collator
 
-from hf_posenc.patches.directories import published
+from hf_posenc.patches.atomic_files import published
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.runs import files
 from hf_posenc.recipes.runs.stages.base import Case, Context, Work
