@@ -44,6 +44,8 @@ ROPES = ("yarn", "dynamic", "linear", "llama3", "longrope", "base", "proportiona
 WINDOWS = "windows"
 # Family of schemes that are added to another encoding.
 _ADDED = "add-on"
+# Family of schemes that add a bias of the distance.
+_ADDITIVE = "additive"
 
 
 def read_recipe(source: str | Path, overrides: Sequence[str] = (), *, config: Any = None) -> Recipe:
@@ -293,13 +295,18 @@ class Case:
 
     @functools.cached_property
     def transfers(self) -> bool:
-        """Whether the attention transfer comes first: in a model of real size, instead of a fit or a handover."""
-        is_free = self.wanted is None and not self.asked.gives("conversion.fit") and self.untransferred != "keep"
+        """Whether the attention transfer comes first, instead of a fit or a handover.
+
+        It does in a model of real size, and wherever a share of the rotation stays.
+        """
+        is_free = self.wanted in (None, "remove") and not self.asked.gives("conversion.fit")
+        is_free = is_free and self.untransferred != "keep"
+        has_share = self.asked.recipe.conversion.keeps_share
         is_off = self.asked.gives("transfer.steps") and self.recipe.transfer.steps == 0
         # The original's positions must act in attention, and so must the scheme.
         acts = self.info is not None and self.info.cls.embed is Scheme.embed and not self.start.exact
-        is_real = self.facts.rotary and self.facts.causal and self.facts.width >= _REAL
-        return acts and is_real and is_free and not is_off and not self.extends
+        suits = self.facts.rotary and self.facts.causal and (has_share or self.facts.width >= _REAL)
+        return acts and suits and (is_free or has_share) and not is_off and not self.extends
 
 
 def _scheme(case: Case) -> Any:
@@ -336,7 +343,10 @@ def _transfer_steps(case: Case) -> int:
 def _native(case: Case) -> str:
     if case.info is None:
         return case.recipe.conversion.native
-    return "remove" if case.transfers else case.untransferred
+    if not case.transfers:
+        return case.untransferred
+    # A bias that only falls with the distance cannot point at the previous token; fast rotary pairs can.
+    return "fast" if case.info.family == _ADDITIVE else "remove"
 
 
 def _fit(case: Case) -> str | None:
@@ -349,7 +359,9 @@ def _options(case: Case) -> dict[str, Any]:
         return given
     advice, neutral = case.info.adaptation, case.info.cls.neutral_options or {}
     found = dict(case.start.options)
-    if case.fate != case.start.native:
+    if case.recipe.conversion.keeps_share:
+        found |= neutral
+    elif case.fate != case.start.native:
         found = dict(neutral) if case.fate == "keep" else {}
     if case.untransferred == "handover" and "gate" in neutral:
         found["gate"] = False  # The handover brings the scheme in, and a gate that starts at 0 would keep it out.

@@ -96,6 +96,8 @@ def test_no_recipe_refuses_a_model_that_it_is_recommended_for(name: str) -> None
         ("llama", ["scheme=fox"], ("keep", None, {"init": "horizon"}, None)),
         ("llama", ["scheme=fox", "native=remove"], ("remove", None, {}, None)),
         ("llama", ["scheme=kerple", "native=keep"], ("keep", None, {"gate": True}, None)),
+        ("llama", ["scheme=kerple", "native=0.5"], (0.5, None, {"shared": False, "gate": True}, None)),
+        ("llama", ["scheme=fox", "native=fast"], ("fast", None, {"init": "horizon"}, None)),
         # The scheme alone cannot make up for an encoding that is gone.
         ("llama", ["scheme=kerple", "adapter=scheme"], ("keep", None, {"gate": True}, None)),
         ("llama", ["scheme=liere", "adapter=scheme"], ("remove", None, {}, None)),
@@ -178,6 +180,9 @@ def test_a_model_of_real_size_begins_with_the_attention_transfer(monkeypatch: py
     assert size("native=keep") == size("fit=native") == size("transfer.steps=0") == (0, None)
     assert size(scheme="kerple+gated_output") == size()
     assert read("llama", "swap", "scheme=kerple").transfer.steps == 0
+    # A share of the rotation that stays is what a transfer begins from, whatever the size.
+    assert read("llama", "swap", "scheme=kerple", "native=fast").transfer.steps > 0
+    assert size("native=remove") == size("native=0.25") == size()
     with pytest.raises(RecipeError, match=r"length is '0'.*greater than or equal to 2"):
         size("length=0")
     monkeypatch.setenv("WORLD_SIZE", "4")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -40,7 +41,9 @@ SchemeName = Annotated[
     str, Argument(metavar="SCHEME", help="A scheme; `hf-posenc schemes` lists them.", autocompletion=_scheme_names)
 ]
 Converted = Annotated[Path, Argument(metavar="DIR", help="A converted checkpoint.")]
-NativeSetting = Annotated[Literal["remove", "keep"], Option(help="Remove or keep the model's own encoding.")]
+NativeSetting = Annotated[
+    str, Option(help="Fate of the model's own encoding: remove, keep, or a share of its rotary pairs (0.375 or fast).")
+]
 LayerChoice = Annotated[str | None, Option("--layers", help='"0,2,5", "0:8" or "every:4". Default: all layers.')]
 StackChoice = Annotated[str | None, Option("--stacks", help='"encoder" or "decoder". Default: both.')]
 Keys = Annotated[
@@ -50,8 +53,11 @@ Keys = Annotated[
 
 def _selection(native: str, layers: str | None, stacks: str | None) -> dict[str, Any]:
     """Return the keywords of `patch` besides options of the scheme."""
+    share: float | str = native
+    with contextlib.suppress(ValueError):
+        share = float(native)
     return {
-        "native": native,
+        "native": share,
         "layers": layers,
         "stacks": None if stacks is None else list(words("--stacks", stacks, str)),
     }

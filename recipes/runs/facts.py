@@ -38,6 +38,7 @@ class Facts:
         layers: Number of converted layers, by stack.
         data_tokens: Number of training tokens in the text; `None` if unknown (streaming).
         came_with: Schemes of a model that was converted before the run, which keeps them.
+        share: Share of the native rotation that stays under the scheme, in words; empty if none does.
         other_tokens: Tokens of the stages before and after the training.
         writes: Comparison of what the trained model and the original write; empty if not compared.
     """
@@ -60,6 +61,7 @@ class Facts:
     command: str = ""
     versions: Mapping[str, str]
     came_with: tuple[str, ...] = ()
+    share: str = ""
     stages: tuple[str, ...] = ()
     other_tokens: int = 0
     memory: str = ""
@@ -74,7 +76,9 @@ class Facts:
         """Name of the new positional encoding; `None` for the model as it is."""
         conversion = self.recipe.conversion
         kind, base = conversion.rope.get("rope_type"), conversion.rope.get("rope_theta")
-        return conversion.scheme or (f"{kind} rope" if kind else f"rope of base {base:,.0f}" if base else None)
+        if conversion.scheme is not None:
+            return f"{conversion.scheme} over {self.share}" if self.share else conversion.scheme
+        return f"{kind} rope" if kind else f"rope of base {base:,.0f}" if base else None
 
     @property
     def fate(self) -> str:
@@ -88,6 +92,8 @@ class Facts:
             return "kept"
         if conversion.native == "handover":
             return f"faded out during the first {conversion.handover:.0%} of the steps, then removed"
+        if conversion.keeps_share:
+            return f"kept in part: {self.share}"
         return "removed" if conversion.window is None else f"removed; other layers see {conversion.window:,} tokens"
 
     @property
@@ -175,6 +181,7 @@ class Facts:
             device=_device(PartialState().device),
             versions=versions(),
             came_with=tuple(group.scheme for group in groups),
+            share=plan.native if plan is not None and recipe.conversion.keeps_share else "",
             **known,
         )
 

@@ -71,8 +71,9 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
     # Whether a recipe contradicts itself, and how.
     problems = (
         (
-            conversion.fit == "native" and conversion.native == "keep",
-            "conversion.fit is 'native', but conversion.native is 'keep': the model would have its encoding twice. Set "
+            conversion.fit == "native" and (conversion.native == "keep" or conversion.keeps_share),
+            f"conversion.fit is 'native', but conversion.native is {conversion.native!r}: the model would have its "
+            "encoding twice. Set "
             "conversion.native to remove or handover, or leave fit out.",
         ),
         (
@@ -80,9 +81,9 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             f"{asked}, but conversion.scheme is null: there is nothing to transfer. Give a scheme, or leave it out.",
         ),
         (
-            transfers and has_scheme and conversion.native != "remove",
+            transfers and has_scheme and conversion.native in ("keep", "handover"),
             f"{asked}, but conversion.native is {conversion.native!r}: with its own encoding in force, there is "
-            "nothing to transfer. Set conversion.native to remove, or leave it out.",
+            "nothing to transfer. Set conversion.native to remove or to a share, or leave it out.",
         ),
         (
             conversion.window is not None and conversion.native == "handover",

@@ -51,7 +51,9 @@ class Conversion(Section):
         scheme: Name of the scheme; null trains the unconverted model, as the control of an experiment.
         options: Options of the scheme.
         rope: Parameters to change in the model's `rope_parameters`, such as a rope type of transformers.
-        native: Fate of the model's own encoding: "remove" it, "keep" it, or fade it out in training ("handover").
+        native: Fate of the model's own encoding: "remove" it, "keep" it, or fade it out in training ("handover"). Of a
+            rotation, a share of the pairs can stay, from the fastest on: 0.375, or "fast" for those that turn at least
+            16 times within the trained length.
         handover: Share of the steps for `native: handover`.
         anneal: Share of the steps over which a scheme with the option `anneal: true` is brought in.
         layers: Layer indices, or a pattern like "every:4"; null is all.
@@ -65,7 +67,7 @@ class Conversion(Section):
     scheme: Name | None
     options: Options = field(default_factory=dict)
     rope: Options = field(default_factory=dict)
-    native: Literal["remove", "keep", "handover"] = "remove"
+    native: Literal["remove", "keep", "handover", "fast"] | SomeShare = "remove"
     handover: SomeShare = 0.3
     anneal: SomeShare = 0.3
     layers: Indices | Pattern | None = None
@@ -78,6 +80,11 @@ class Conversion(Section):
         """Keywords of `patch`."""
         native = "keep" if self.native == "handover" else self.native
         return {"native": native, "layers": self.layers, "stacks": self.stacks, **self.options}
+
+    @property
+    def keeps_share(self) -> bool:
+        """Whether a share of the model's own rotation stays."""
+        return self.native not in ("remove", "keep", "handover")
 
     @property
     def anneals(self) -> bool:
