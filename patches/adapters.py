@@ -2,7 +2,7 @@
 
 LoRA on a converted model is saved under a type of its own, which PEFT without this package does not know. All other
 kinds of adapters on converted models are PEFT's own, in memory and on disk; the base that they name is the converted
-model, or `identity.UNSAVED`, which raises. Adapters on stock models have the classes of PEFT.
+model, or `locks.UNSAVED`, which raises. Adapters on stock models have the classes of PEFT.
 
 What `register_all` changes in PEFT:
 
@@ -37,7 +37,7 @@ from peft.utils.hotswap import CONFIG_KEYS_TO_CHECK
 from torch import nn
 
 from hf_posenc.errors import CheckpointError, NotPatchedError, OptionError
-from hf_posenc.patches import adapter_files, composites, identity, model_card, record, reloading, surgery
+from hf_posenc.patches import adapter_files, composites, identity, locks, model_card, record, surgery
 from hf_posenc.patches.architecture import architectures, auto_name, config_pair, of_model
 from hf_posenc.patches.atomic_files import reading, saving
 from hf_posenc.patches.checkpoint import DAMAGED
@@ -295,7 +295,7 @@ class PosencLoraModel(LoraModel):
             )
         if _ours(config) and config._weights is not None:
             config._weights = None  # it was checked before it went into the model
-        elif _ours(config) and (folder := reloading.check_folder(config, CONFIG_NAME)) is not None:
+        elif _ours(config) and (folder := locks.check_folder(config, CONFIG_NAME)) is not None:
             # The adapter was there before its weights, as where training is resumed.
             saved = PosencLoraConfig.from_pretrained(str(folder))
             if not config.any_base:
@@ -347,7 +347,7 @@ def agree(model: Any, config: PosencLoraConfig) -> None:
     else:
         _check_base(config, model)
     config.posenc = copy.deepcopy(part.config.posenc)
-    if config.base_model_name_or_path == identity.UNSAVED:
+    if config.base_model_name_or_path == locks.UNSAVED:
         config.base_model_name_or_path = identity.origin(model.config)  # the adapter makes of it what the model is
 
 
@@ -431,19 +431,20 @@ def _saving_whole(stock: Any) -> Any:
         if not ours and not surgery.is_patched(base):
             stock(model, save_directory, *args, **kwargs)
             return
-        for name, config in ours.items():
-            adapter_files.refuse_pickled(_folder(target, name))
+        for config in ours.values():
             # As they are in the model by now: training may fade and drop its native encoding.
             config.posenc = copy.deepcopy(composites.part_to_convert(base).config.posenc)
         origin = identity.origin(base.config)
-        unsaved = [name for name, one in model.peft_config.items() if one.base_model_name_or_path == identity.UNSAVED]
-        with saving(target) as folder, model_card.adapter_card(folder, target, "" if unsaved else origin):
+        unsaved = [name for name, one in model.peft_config.items() if one.base_model_name_or_path == locks.UNSAVED]
+        with saving(target) as folder:
+            for name in ours:
+                adapter_files.refuse_pickled(_folder(target, name))
             # PEFT asks the base for the size of its vocabulary. The files then name the converted model again.
-            with _bases(model, unsaved, origin):
+            with _bases(model, unsaved, origin), model_card.adapter_card(folder, target, "" if unsaved else origin):
                 stock(model, str(folder), *args, **kwargs)
             for file in (_folder(folder, name) / CONFIG_NAME for name in unsaved):
                 if file.exists():  # not that of an adapter that is left out
-                    content = {**json.loads(file.read_text()), "base_model_name_or_path": identity.UNSAVED}
+                    content = {**json.loads(file.read_text()), "base_model_name_or_path": locks.UNSAVED}
                     file.write_text(json.dumps(content, indent=2, sort_keys=True))
 
     return save_pretrained
@@ -458,7 +459,7 @@ def _bases(model: Any, names: list[str], base: str) -> Iterator[None]:
         yield
     finally:
         for name in names:
-            model.peft_config[name].base_model_name_or_path = identity.UNSAVED
+            model.peft_config[name].base_model_name_or_path = locks.UNSAVED
 
 
 def _folder(target: Path, name: str) -> Path:

@@ -10,189 +10,37 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import inspect
 import itertools
 import json
 import re
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextvars import ContextVar
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import SimpleNamespace
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.modeling_utils import _add_variant, str_to_torch_dtype
-from transformers.quantizers.base import HfQuantizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_posenc.errors import CheckpointError
-from hf_posenc.patches import model_card, record
-from hf_posenc.patches.architecture import of_config, of_model
+from hf_posenc.patches import record
+from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.atomic_files import reading
 from hf_posenc.patches.surgery import is_of_scheme, parts
 
 # Key of the record's digest in the metadata of safetensors files.
 DIGEST = "hf_posenc_record"
 # Key there, and in the index of shards, of what tells one save from another, and its value until that is known.
-SAVE, _UNSEALED = "hf_posenc_save", "0" * 16
-# Whether a converted model is being built, whose inside begins as stock classes.
-BUILDING: ContextVar[bool] = ContextVar("building", default=False)
-# What makes the config around that of a converted part one of ours, see `composites`.
-ENCLOSE: list[Callable[[Any], None]] = []
+SAVE, UNSEALED = "hf_posenc_save", "0" * 16
 _WEIGHTS = re.compile(
     r"model(?P<weights>\.[^.]+?)?(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index(?P<index>\.[^.]+)?\.json"
 )
 DAMAGED = " It is missing, truncated or damaged: download or save it again."
-
-
-class OwnConfig:
-    """Mixin of configs that this package writes."""
-
-    _name_or_path: Any
-
-    @property
-    def name_or_path(self) -> Any:
-        """The name of the model. All models read it when they are built: a stock one is told, see `built`."""
-        reader: Any = sys._getframe(1)
-        while reader.f_code.co_name == "__getattribute__":
-            reader = reader.f_back
-        if reader.f_code is PreTrainedModel.__init__.__code__:
-            self.built(reader.f_locals["self"])
-        return self._name_or_path
-
-    @name_or_path.setter
-    def name_or_path(self, name: Any) -> None:
-        self._name_or_path = str(name)
-
-    def built(self, model: Any) -> None:
-        """Act on a model, stock or converted, that is about to be built from this config."""
-
-    @classmethod
-    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the data of config.json. That of the stock model, which PEFT asks for, is what it should be."""
-        found, unused = super().get_config_dict(*args, **kwargs)  # type: ignore[misc]
-        own: Any = cls
-        if found.get("model_type") == own.posenc_stock.model_type:
-            found = {**found, "model_type": own.model_type}
-        return found, unused
-
-    @property
-    def auto_map(self) -> dict[str, str]:
-        """The class in the stub for each `Auto` class; other libraries choose a class by it."""
-        return model_card.auto_map(type(self))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the config as data, without attributes that exist in memory only."""
-        found: dict[str, Any] = super().to_dict()  # type: ignore[misc]
-        for name in ("posenc_origin", "posenc_locked"):
-            found.pop(name, None)
-        return found
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Do nothing: saving must write the stub, not a copy of this package's source."""
-
-
-class PosencConfig(OwnConfig):
-    """Mixin of the configs of converted models."""
-
-    posenc: dict[str, Any] | None  # the record of the patch
-    posenc_locked: Any  # the true value of the locked field, as config.json has it
-    posenc_lock: ClassVar[tuple[str, Any]]  # that field, and a value of it that stock classes refuse
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        for name in ("auto_map", "model_type"):
-            kwargs.pop(name, None)  # the class has them, and `unpatch` changes the class
-        self._refuse_shadows(kwargs)
-        # A record in a file has both, one in memory neither.
-        if isinstance(self.posenc, dict) and not {"digest", "locked"}.isdisjoint(self.posenc):
-            self.posenc = dict(self.posenc)
-            if self.posenc.pop("digest", None) != record.digest(self.posenc):
-                raise CheckpointError(
-                    "The entry 'posenc' of config.json was changed after it was written. Restore config.json from the "
-                    "original checkpoint, or convert the model again."
-                )
-        record.from_config(self)  # Raises if it is damaged or newer.
-        field, refused = self.posenc_lock
-        # Some configs do not declare the field, and set it last.
-        found = kwargs.get(field, getattr(self, field, None))
-        if self.posenc and "locked" in self.posenc:
-            self.posenc = dict(self.posenc)
-            self.posenc_locked = self.posenc.pop("locked")
-            if type(self.posenc_locked) is not type(refused):
-                raise CheckpointError(
-                    f"config.json has posenc.locked={self.posenc_locked!r:.60}, the true value of {field}, expected a "
-                    f"{type(refused).__name__}. Restore config.json from the original checkpoint."
-                )
-            if found not in (refused, self.posenc_locked, None):
-                raise CheckpointError(
-                    f"config.json of a converted model has {field}={found!r}, expected {refused!r}: the true value is "
-                    f"kept under 'posenc'. Restore config.json, and pass {field}=... to from_pretrained."
-                )
-        elif found == refused:
-            raise CheckpointError(
-                "config.json is that of a converted model, but its entry 'posenc' is gone or damaged. Restore "
-                "config.json from the original checkpoint, or convert the model again."
-            )
-        if "posenc_locked" in vars(self):
-            kwargs.pop(field, None)
-            setattr(self, field, copy.deepcopy(self.posenc_locked))
-        try:
-            super().__post_init__(**kwargs)  # type: ignore[misc]
-            # The decorator of stock configs does this for their own class alone.
-            self.validate()  # type: ignore[attr-defined]
-        except (AttributeError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"config.json is damaged: {type(self).__name__} cannot be made from it ({type(error).__name__}: "
-                f"{str(error)[:200]}). Restore it from the original checkpoint."
-            ) from error
-        if self.posenc:
-            _tell_config_around(self)
-
-    def _refuse_shadows(self, given: Iterable[str]) -> None:
-        """Raise for keys of config.json that would take the place of what the class itself has."""
-        for name in given:
-            own = inspect.getattr_static(type(self), name, property(fset=lambda *_: None))
-            if name.startswith("posenc_") or not (isinstance(own, property) and own.fset):
-                raise CheckpointError(
-                    f"config.json has the key {name!r:.60}, which is no field of a {type(self).__name__}. Restore it "
-                    "from the original checkpoint."
-                )
-
-    def built(self, model: Any) -> None:
-        twin = None if BUILDING.get() or not self.posenc else of_config(self).twins.get(type(model))
-        if twin is not None:
-            raise CheckpointError(
-                f"Got the config of a converted model for a {type(model).__name__}, which would ignore the positional "
-                f"scheme. Use an Auto class or {twin.__name__}; then hf_posenc.unpatch gives the stock model."
-            )
-
-    def to_json_string(self, use_diff: bool = True) -> str:
-        """Return config.json, locked, and with `auto_map`, which leads to this package."""
-        data = json.loads(super().to_json_string(use_diff))  # type: ignore[misc]
-        if self.posenc:
-            field, refused = self.posenc_lock
-            data["posenc"] = {**self.posenc, "locked": data.get(field, getattr(self, field))}
-            data["posenc"]["digest"] = record.digest(data["posenc"])
-            data[field] = refused
-            data["auto_map"] = self.auto_map
-        return json.dumps(data, indent=2, sort_keys=True) + "\n"
-
-
-def _tell_config_around(config: Any) -> None:
-    """Make the config that is about to take a converted part's config one that knows of it."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is PreTrainedConfig.__post_init__.__code__ and frame.f_locals["self"] is not config:
-            for enclose in ENCLOSE:
-                enclose(frame.f_locals["self"])
-        frame = frame.f_back
 
 
 def seal(folder: Path) -> None:
@@ -207,9 +55,9 @@ def seal(folder: Path) -> None:
         content = json.loads(index.read_bytes())
         shards = sorted(set(content["weight_map"].values()))
         for name in shards:
-            sort_metadata(folder / name, _UNSEALED)
+            sort_metadata(folder / name, UNSEALED)
         parts = [f"{name} {_checksum(folder / name)}" for name in shards]
-        content["metadata"][SAVE] = hashlib.sha256(" ".join(parts).encode()).hexdigest()[: len(_UNSEALED)]
+        content["metadata"][SAVE] = hashlib.sha256(" ".join(parts).encode()).hexdigest()[: len(UNSEALED)]
         index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         saves |= dict.fromkeys(shards, content["metadata"][SAVE])
     for path in files:
@@ -256,34 +104,6 @@ def digests(config: Any) -> list[str]:
         kept = vars(part).get("posenc_locked", written["locked"])
         each.append([record.digest(written), record.digest({**written, "locked": kept})])
     return ["+".join(found) for found in itertools.product(*each)]
-
-
-class Binding(HfQuantizer):
-    """A stand-in for the quantizer that puts the record's digest into the headers of the weights on saving.
-
-    transformers asks only a quantizer for such metadata.
-    """
-
-    def __init__(self, model: Any, state_dict: dict[str, Any] | None) -> None:
-        self._true = getattr(model, "hf_quantizer", None)
-        self._state_dict = state_dict
-        self.quantization_config = getattr(self._true, "quantization_config", None)
-
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any] | None, dict[str, str]]:
-        """Return the tensors to save, `None` for all of the model's, and the metadata to write with them."""
-        state_dict, metadata = self._state_dict, {}
-        if self._true is not None:
-            state_dict, metadata = self._true.get_state_dict_and_metadata(model)
-        return state_dict, {**metadata, DIGEST: digests(model.config)[0], SAVE: _UNSEALED}
-
-    def is_serializable(self) -> bool:
-        """Whether the model can be saved."""
-        return self._true is None or self._true.is_serializable()
-
-    @property
-    def is_trainable(self) -> bool:
-        """Whether the model can be trained."""
-        return self._true is None or self._true.is_trainable
 
 
 def check_index(folder: Path, variant: str | None) -> None:

@@ -10,15 +10,14 @@ What this rests on in transformers:
 |---|---|
 | `AutoConfig` asks the class of a `model_type` for the config (`from_dict`) | one type stands for all composites |
 | configs around others take ready ones (`SubConfigSpec`) | the config of a part is unlocked before that of the whole |
-| `PreTrainedModel.__init__` reads `config.name_or_path` | a stock composite learns that it has a converted part |
-| `PreTrainedConfig.__post_init__` makes configs of parts | a stock config learns that it has a converted part |
+
+`locks` lists how a stock composite, and its config, learn that they have a converted part.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,9 +28,9 @@ from transformers.models.auto import modeling_auto
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_posenc.errors import ArchitectureError, CheckpointError
-from hf_posenc.patches import checkpoint, identity, record, surgery
+from hf_posenc.patches import identity, locks, record, surgery
 from hf_posenc.patches.architecture import Architecture, auto_classes, of_config, of_model
-from hf_posenc.patches.checkpoint import OwnConfig, PosencConfig
+from hf_posenc.patches.locks import OwnConfig, PosencConfig, running
 from hf_posenc.patches.models import PosencModel, attach_recorded
 from hf_posenc.patches.surgery import is_patched, swap_class
 
@@ -127,17 +126,15 @@ class PosencCompositeConfig(OwnConfig):
     def built(self, model: Any) -> None:
         if is_patched(model) or not record.converted(self):
             return
-        reader: Any = sys._getframe(1)
-        while reader is not None:  # a loader of the stock class would not check the weights
-            if reader.f_code is PreTrainedModel.from_pretrained.__func__.__code__:
-                kind = reader.f_locals["cls"]
-                if not issubclass(kind, PosencModel):
-                    raise CheckpointError(
-                        f"Got the config of a model with a converted part for {kind.__name__}.from_pretrained, which "
-                        f"would not check it. Use an Auto class or Posenc{kind.__name__}."
-                    )
-                break
-            reader = reader.f_back
+        name = ("transformers.modeling_utils", "from_pretrained")
+        loaders = (frame for function, frame in running() if function == name)
+        if (loader := next(loaders, None)) is not None:
+            kind = loader.f_locals["cls"]
+            if not issubclass(kind, PosencModel):
+                raise CheckpointError(
+                    f"Got the config of a model with a converted part for {kind.__name__}.from_pretrained, which "
+                    f"would not check it. Use an Auto class or Posenc{kind.__name__}."
+                )
         swap_class(model, model_twin(type(model)))
 
     def to_json_string(self, use_diff: bool = True) -> str:
@@ -313,4 +310,4 @@ def _enclose_config(config: Any) -> None:
         swap_class(config, config_twin(kind))
 
 
-checkpoint.ENCLOSE.append(_enclose_config)
+locks.ENCLOSE.append(_enclose_config)

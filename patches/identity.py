@@ -9,36 +9,15 @@ import copy
 import gc
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_posenc.errors import ArchitectureError, CheckpointError
+from hf_posenc.errors import ArchitectureError
 from hf_posenc.patches.architecture import Architecture
+from hf_posenc.patches.locks import UNSAVED
 from hf_posenc.patches.surgery import configs, is_patched, parts, stock_class
-
-# The name of a model that was changed in memory. Other libraries load a model again by the name in its config, for a
-# reference model or a tokenizer, and after `patch` the old name leads to another model. It is a folder, because
-# libraries write names that are not folders into model cards, and says what to do, because some loaders show it only.
-UNSAVED = str(Path(__file__).parent / "unsaved_model__save_it_or_pass_ref_model_and_processing_class")
-
-
-class UnsavedConfig(PreTrainedConfig):
-    """The config in that folder, which always raises."""
-
-    model_type = "hf_posenc_unsaved"
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        raise CheckpointError(
-            "A model that hf_posenc changed in memory was to be loaded again by its name, and it has none, since it "
-            "was not saved. Save it and load the folder, or pass the object that is missing: "
-            "ref_model=copy.deepcopy(model) for a reference model, processing_class=tokenizer for a tokenizer."
-        )
-
-
-AutoConfig.register(UnsavedConfig.model_type, UnsavedConfig)
 
 
 def rename(part: Any, outers: Iterable[Any] = (), *, stock: bool = False) -> None:

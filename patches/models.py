@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -26,7 +25,7 @@ from hf_posenc.errors import (
     UnknownSchemeError,
 )
 from hf_posenc.operands import check_coords
-from hf_posenc.patches import checkpoint, identity, model_card, record, reloading, surgery
+from hf_posenc.patches import checkpoint, identity, locks, model_card, record, surgery
 from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.atomic_files import saving
 from hf_posenc.patches.attention import check_backend
@@ -63,11 +62,11 @@ class PosencModel:
             with_signature_of(vars(cls)["posenc_stock"], cls, "__init__")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        token = checkpoint.BUILDING.set(True)
+        token = locks.BUILDING.set(True)
         try:
             super().__init__(*args, **kwargs)
         finally:
-            checkpoint.BUILDING.reset(token)
+            locks.BUILDING.reset(token)
         self.attach_recorded()
         # Schemes lose their meaning in half precision; transformers keeps modules of these names in float32. Quantizers
         # ask the other list which modules to leave alone, and both lists may hold no name twice.
@@ -100,11 +99,11 @@ class PosencModel:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         kept = getattr(destination, "_metadata", {}).get(prefix[:-1])
         if kept is not None:
-            kept[reloading.DIGEST] = reloading.digest(self.config)
+            kept[locks.DIGEST] = locks.groups_digest(self.config)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
-        reloading.check_metadata(self.config, local_metadata)
-        reloading.check_folder(self.config)
+        locks.check_metadata(self.config, local_metadata)
+        locks.check_folder(self.config)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,16 +112,14 @@ class PosencModel:
         Raises:
             ArchitectureError: They are to be saved by a stock model, which got this one as a part after it was made.
         """
-        frame: Any = sys._getframe(1) if kwargs.get("prefix") else None
-        while frame is not None:
-            saving = frame.f_locals.get("self") if frame.f_code is PreTrainedModel.save_pretrained.__code__ else None
-            if saving is not None and not surgery.is_patched(saving):
+        for function, frame in locks.running() if kwargs.get("prefix") else ():
+            is_saving = function == ("transformers.modeling_utils", "save_pretrained")
+            if is_saving and not surgery.is_patched(saving := frame.f_locals["self"]):
                 raise ArchitectureError(
                     f"The {type(saving).__name__} was given a converted {self._get_name()} after it was made, and "
                     "would be saved without its scheme. Put the stock model there, use hf_posenc.patch on the whole, "
                     "and load the weights with load_state_dict."
                 )
-            frame = frame.f_back
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -233,7 +230,7 @@ class PosencModel:
         # Other threads may use and save this model, so what saving changes is on a copy of its surface.
         double: Any = object.__new__(type(self))
         vars(double).update(vars(self))
-        double.hf_quantizer = checkpoint.Binding(self, state_dict)
+        double.hf_quantizer = locks.StampedWeights(self, state_dict)
         # A folder that is uploaded under its name is written in place.
         exposed = bool(args or kwargs.get("push_to_hub"))
         with saving(folder, checkpoint.variant, exposed=exposed) as place:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoProcessor, PreTrainedModel
 
 import hf_posenc
 from hf_posenc import CheckpointError
-from hf_posenc.patches import identity
+from hf_posenc.patches import locks
 
 
 def names(model: Any) -> set[str]:
@@ -44,7 +44,7 @@ def test_no_name_leads_to_a_model_that_was_changed_in_memory(architecture: str) 
     ):
         change()
         for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert names(one) == {identity.UNSAVED}
+            assert names(one) == {locks.UNSAVED}
     for kind in (AutoConfig, AutoModel, models.auto(architecture)):
         with pytest.raises(CheckpointError, match=r"ref_model=copy.deepcopy\(model\).*processing_class=tokenizer"):
             kind.from_pretrained(model.config._name_or_path)
@@ -69,7 +69,7 @@ def test_a_patch_that_fails_leaves_the_name(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_name_of_a_loaded_checkpoint_leads_to_it(architecture: str, tmp_path: Path) -> None:
     ids = models.tokens(architecture, 1, 12)
     hf_posenc.patch(named(architecture), "kerple").save_pretrained(tmp_path)
-    for secret in ("posenc_origin", identity.UNSAVED):
+    for secret in ("posenc_origin", locks.UNSAVED):
         assert secret not in (tmp_path / "config.json").read_text(encoding="utf-8")
     assert f"# {models.DIRECTORIES[architecture].name}\n" in (tmp_path / "README.md").read_text(encoding="utf-8")
     model = loaded(tmp_path, architecture)
@@ -77,4 +77,4 @@ def test_the_name_of_a_loaded_checkpoint_leads_to_it(architecture: str, tmp_path
     again = loaded(Path(model.config._name_or_path), architecture)
     assert torch.equal(models.logits(again, architecture, ids), models.logits(model, architecture, ids))
     # Its name leads to the converted model, not to the stock one that is left.
-    assert names(hf_posenc.unpatch(model)) == {identity.UNSAVED}
+    assert names(hf_posenc.unpatch(model)) == {locks.UNSAVED}

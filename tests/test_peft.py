@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, Trainer
 
 import hf_posenc
 from hf_posenc import CheckpointError, NotPatchedError, OptionError, PosencLoraConfig, RecipeError
-from hf_posenc.patches import identity
+from hf_posenc.patches import locks
 from hf_posenc.recipes.schema.recipe import Adapter
 from hf_posenc.recipes.training.adapter import attach, check_targets, quantization
 
@@ -257,7 +257,7 @@ def test_every_kind_trains_and_is_saved_and_loaded(kind: str, tmp_path: Path) ->
     # It is PEFT's, without the embeddings, and names no stock model as its base.
     assert type(model.base_model).__module__.startswith("peft.") or model.peft_config["default"].is_prompt_learning
     config = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert (config["peft_type"], config["base_model_name_or_path"]) == (kind, identity.UNSAVED)
+    assert (config["peft_type"], config["base_model_name_or_path"]) == (kind, locks.UNSAVED)
     assert str(DIRECTORIES["llama"]) not in (tmp_path / "README.md").read_text()
     if kind != "TRAINABLE_TOKENS":
         assert not any("embed_tokens" in name for name in load_file(tmp_path / "adapter_model.safetensors"))

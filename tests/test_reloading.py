@@ -24,7 +24,7 @@ from variants import VARIANTS
 
 import hf_posenc
 from hf_posenc import CheckpointError, PosencError, PosencLoraConfig
-from hf_posenc.patches import reloading
+from hf_posenc.patches import locks
 
 
 @functools.cache
@@ -170,7 +170,7 @@ def test_what_has_no_record_is_loaded() -> None:
     plain.load_state_dict(plain.state_dict())
 
 
-@pytest.mark.parametrize(("place", "variable"), list(reloading.READERS.items()), ids=str)
+@pytest.mark.parametrize(("place", "variable"), list(locks.READERS.items()), ids=str)
 def test_canary_functions_that_read_weights(place: tuple[str, str], variable: str) -> None:
     module: Any = importlib.import_module(place[0])
     owner = {"transformers.trainer": "Trainer", "peft.peft_model": "PeftModel"}.get(place[0])
