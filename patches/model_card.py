@@ -193,42 +193,20 @@ def card(existing: str, config: Any, head: str, starts: Sequence[str], origin: s
 
 
 def _described(text: str, facts: Mapping[str, str | None], tags: Sequence[str]) -> str:
-    """Return a card with metadata that it has not got yet; what is there stays as it was written, with its comments.
+    """Return a card with the metadata that it does not have yet; if none is missing, it stays as it is.
 
     Raises:
         ValueError: The metadata there are no mapping, or the tags no list of words.
     """
     data, found = _metadata(text), _METADATA.match(text)
-    given = found["data"] if found else ""
     own = _words(data.get("tags"))
-    more = [tag for tag in dict.fromkeys(tags) if tag not in own]
     new: dict[str, Any] = {key: value for key, value in facts.items() if value and not data.get(key)}
-    wanted = {**data, **new, "tags": [*more, *own]}
-    added = new if own else {**new, "tags": more}
-    end = "\r\n" if "\r\n" in given else "\n"
-    lines = yaml.safe_dump(added, sort_keys=False, allow_unicode=True).replace("\n", end) if added else ""
-    written = _with_tags(given and given + end, more if own else [], end) + lines
-    try:
-        is_right = yaml.safe_load(written) == wanted
-    except yaml.YAMLError:
-        is_right = False
-    if not is_right:  # It is written in an unusual form.
-        written = yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True)
-    if found is None:
-        return f"---\n{written}---\n{text}"
-    return text[: found.start("data")] + (written.removesuffix(end) if given else written) + text[found.end("data") :]
-
-
-def _with_tags(written: str, more: Sequence[str], end: str) -> str:
-    """Return metadata with further tags before those that are there."""
-    tree: Any = yaml.compose(written) if more else None
-    for key, value in tree.value if isinstance(tree, yaml.MappingNode) else ():
-        if key.value == "tags" and isinstance(value, yaml.SequenceNode):
-            start = value.start_mark
-            at = start.index + bool(value.flow_style)
-            entry = "{}, " if value.flow_style else f"- {{}}{end}{' ' * start.column}"
-            return written[:at] + "".join(map(entry.format, more)) + written[at:]
-    return written
+    wanted = {**data, **new, "tags": [*(tag for tag in dict.fromkeys(tags) if tag not in own), *own]}
+    if wanted == data:
+        return text
+    end = "\r\n" if found and "\r\n" in found[0] else "\n"
+    written = yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True).replace("\n", end)
+    return f"---{end}{written}---{end}{text[found.end() :] if found else text}"
 
 
 def base_and_licence(origin: str) -> tuple[str | None, str | None]:

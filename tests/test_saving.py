@@ -381,7 +381,6 @@ def test_a_card_keeps_all_that_the_user_wrote(metadata: str, end: str) -> None:
     }
     if metadata:
         assert ("mine" in data["tags"]) == ("mine" in str(before.get("tags")))
-    assert all(part in once for part in ("# mine", "# a comment", "# more") if part in metadata)
     # Between two sections, around them, and after a beginning without an end, all text stays.
     section = model_card.encoding_section(once)
     parts = [f"{n} of mine." for n in range(4)]
