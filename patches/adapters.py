@@ -72,6 +72,7 @@ class PosencLoraConfig(LoraConfig):
     _weights = cast("Path | None", None)
 
     def __post_init__(self) -> None:
+        stock: Any = super()
         if self.posenc is not None:
             self._pending = True
             if not record.from_config(self):
@@ -80,8 +81,8 @@ class PosencLoraConfig(LoraConfig):
                     "from the original adapter, or save the adapter again."
                 )
             self.posenc = dict(self.posenc)
-            vars(self)["task_type"] = self.posenc.pop("locked", vars(self)["task_type"])
-        super().__post_init__()
+            self.task_type = self.posenc.pop("locked", self.task_type)
+        stock.__post_init__()
         if not self._pending:
             self.modules_to_save = sorted({*self.saved, *_SCHEMES})
 
@@ -89,7 +90,8 @@ class PosencLoraConfig(LoraConfig):
     def of(cls, config: LoraConfig) -> PosencLoraConfig:
         """Return a copy of a configuration, which may be PEFT's own, with room for schemes."""
         found = object.__new__(cls)
-        vars(found).update(vars(config))
+        for name, value in vars(config).items():
+            setattr(found, name, value)
         return found
 
     @property
@@ -122,7 +124,8 @@ class PosencLoraConfig(LoraConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of `adapter_config.json`."""
-        found: dict[str, Any] = super().to_dict()
+        stock: Any = super()
+        found: dict[str, Any] = stock.to_dict()
         found["peft_type"] = f"{_LOCK}_{PeftType.LORA.value}{_REMEDY}"
         del found["any_base"]
         if self.posenc is not None:
@@ -148,7 +151,8 @@ class PosencLoraConfig(LoraConfig):
             CheckpointError: Its weights are pickled, damaged, or not those of this configuration.
         """
         any_base = kwargs.pop("any_base", False)
-        weights = _find_weights(pretrained_model_name_or_path, subfolder, **cls._split_kwargs(kwargs)[0])
+        split: Any = cls._split_kwargs
+        weights = _find_weights(pretrained_model_name_or_path, subfolder, **split(kwargs)[0])
         adapter_files.refuse_pickled(weights.parent)
         if weights.exists():
             adapter_files.read(weights)
@@ -238,7 +242,7 @@ class PosencLoraModel(LoraModel):
     def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
         names = kwargs.get("adapter_names")
         merged = [self.peft_config[name] for name in (self.active_adapters if names is None else names) if merge]
-        model = super()._unload_and_optionally_merge(merge, *args, **kwargs)
+        model: Any = super()._unload_and_optionally_merge(merge, *args, **kwargs)
         self._settle(unloaded=True)
         return unpatch(model) if self._stock_base and not any(map(_ours, merged)) else model
 
@@ -271,7 +275,8 @@ class PosencLoraModel(LoraModel):
         ):
             body = next(iter(architecture.stacks(part).values()))
             peft_config.target_modules = set(architecture.projections(architecture.attentions(body)[0]))
-        return super()._prepare_adapter_config(peft_config, {**model_config, "model_type": stock})
+        prepare: Any = super()._prepare_adapter_config
+        return prepare(peft_config, {**model_config, "model_type": stock})
 
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Any:
         ours = [config for config in self.peft_config.values() if _ours(config)]
@@ -302,7 +307,8 @@ class PosencLoraModel(LoraModel):
                 _check_base(saved, _base(model))
             saved.check_weights(model, adapter_name)
         state_dict = {name: tensor for name, tensor in state_dict.items() if not adapter_files.is_of_base(name)}
-        return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+        remap: Any = super()._remap_adapter_state_dict_for_load
+        return remap(model, config, adapter_name, state_dict)
 
 
 def agree(model: Any, config: PosencLoraConfig) -> None:

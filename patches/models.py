@@ -99,7 +99,7 @@ class PosencModel:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         kept = getattr(destination, "_metadata", {}).get(prefix[:-1])
         if kept is not None:
-            kept[locks.DIGEST] = locks.groups_digest(self.config)
+            kept[checkpoint.DIGEST] = locks.groups_digest(self.config)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         locks.check_metadata(self.config, local_metadata)
