@@ -163,15 +163,6 @@ def test_the_digest_follows_the_strengths_and_the_config_in_memory(tmp_path: Pat
         load(tmp_path / "part", config=loaded.config)
 
 
-def test_shards_of_two_checkpoints_do_not_mix(tmp_path: Path) -> None:
-    for scheme, folder in (("alibi", "ours"), ("nope", "theirs")):
-        converted("llama", scheme).save_pretrained(tmp_path / folder, max_shard_size="20KB")
-    shard = sorted((tmp_path / "ours").glob("*.safetensors"))[1].name
-    shutil.copy(tmp_path / "theirs" / shard, tmp_path / "ours" / shard)
-    with pytest.raises(CheckpointError, match=rf"{shard} was saved with another record"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-
-
 # Edits that leave every shape as it is, and with it nothing to notice but the digest.
 @pytest.mark.parametrize(
     ("scheme", "group", "options"),
@@ -449,8 +440,6 @@ SPOILT: list[tuple[Callable[[Path], object], str]] = [
     (spoil_index('{"weight_map": {"lm'), "index.json cannot be read ... download or save it again"),
     (spoil_index('{"metadata": {}, "weight_map": {"lm_head.weight": 5}}'), "index.json ... save it again"),
     (spoil_index('{"metadata": {}, "weight_map": {}}'), "index.json cannot be read ... no file of any tensor"),
-    (spoil_index('{"metadata": {}, "weight_map": ["x"]}'), "index.json cannot be read ... no file of any tensor"),
-    (spoil_index('{"metadata": {}, "weight_map": null}'), "index.json cannot be read ... no file of any tensor"),
     (spoil_index("[]"), "index.json cannot be read ... save it again"),
     (pickle_weights, "pytorch_model.bin is no safetensors file"),
     (take_stock_weights, "misses weights ... and 18 more ... unconverted model"),
@@ -459,11 +448,8 @@ SPOILT: list[tuple[Callable[[Path], object], str]] = [
     (in_weights(lambda tensors: tensors.update({WEIGHT: torch.zeros(7, 1)})), f"misshapen weights ... {WEIGHT}"),
     (record(format_version=99), "posenc format 99 ... formats up to 1 ... pip install -U hf-posenc"),
     (record(format_version="1"), "damaged ... convert"),
-    (record(format_version=True), "damaged (format_version: "),
     (record(groups=[]), "damaged (groups: "),
-    (record(groups={}), "damaged (groups: "),
     (record(strengths={"scheme": 0}), "strengths with native='remove'"),
-    (record(strengths={"scheme": True}), "damaged (strengths.scheme: "),
     (record(more=1), "damaged (more: "),
     (in_config(lambda data: data.update(posenc=[1])), "damaged ... Restore"),
     (in_config(lambda data: data.pop("posenc")), "'posenc' ... Restore config.json"),
@@ -472,15 +458,12 @@ SPOILT: list[tuple[Callable[[Path], object], str]] = [
     (group(scheme="fire_two"), "build the scheme 'fire_two' ... Did you mean 'fire ... Upgrade hf-posenc"),
     (group(native="half"), "damaged ... 'half'"),
     (group(id=1.7), "damaged (groups.0.id: "),
-    (group(more=1), "damaged (groups.0.more: "),
     (group(stacks={}), "damaged (groups.0.stacks: "),
     (group(stacks={"middle": {"layers": [0], "options": {}}}), "layer 0 of the middle"),
     (part(options={"thresold": 3.0}), "no option 'thresold' ... config.json"),
     (part(options={"width": 0}), "width=0 ... config.json"),
     (part(more=1), "damaged (groups.0.stacks.decoder.more: "),
-    (part(layers=[]), "layers []"),
     (part(layers=[False, True, 2]), "damaged (groups.0.stacks.decoder.layers.0: "),
-    (part(layers=[0, 1, 1]), "layers [0, 1, 1]"),
     (part(layers=[2, 1, 0]), "layers [2, 1, 0]"),
     (part(layers=[0, 1, 7]), "layer 7 of the decoder ... layers: {'decoder': 3} ... Restore"),
     (part(layers=[0, 1, -1]), "damaged ... -1 ... Restore"),
@@ -497,13 +480,6 @@ def test_spoilt_files_have_one_clear_error(
     with pytest.raises(CheckpointError, match=".*".join(map(re.escape, facts.split(" ... ")))) as caught:
         AutoModelForCausalLM.from_pretrained(tmp_path)
     assert "\n" not in str(caught.value)
-
-
-def test_the_index_of_a_variant_is_checked(tmp_path: Path) -> None:
-    converted("llama", "fire").save_pretrained(tmp_path, variant="half", max_shard_size="20KB")
-    (tmp_path / "model.safetensors.index.half.json").write_text("{", encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"index\.half\.json cannot be read"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, variant="half")
 
 
 def test_a_config_is_validated_as_in_the_stock_class(tmp_path: Path) -> None:

@@ -301,15 +301,6 @@ def test_a_second_save_replaces_what_the_first_left(tmp_path: Path) -> None:
         other.save_pretrained(tmp_path / "config.json")
 
 
-def test_a_card_that_cannot_be_read_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = converted("llama", "fire")
-    for text in (b"---\na: [\n---\n", b"---\n- a\n---\n", b"\xff\xfe"):
-        (tmp_path / "README.md").write_bytes(text)
-        assert same(saved(model, tmp_path), model)
-        assert (tmp_path / "README.md").read_bytes() == text
-    assert caplog.text.count("README.md is left as it is") == 3
-
-
 # -- card --------------------------------------------------------------------------------------------------------------
 
 
@@ -330,21 +321,3 @@ def test_the_card_names_scheme_options_start_and_how_to_load(
     for part in (*parts, f"from transformers import {auto(name).__name__}\n", "library_name: transformers"):
         assert part in card, card
     assert all(part in card.split("---\n")[1] for part in ("- hf_posenc", f"- {scheme}"))
-
-
-@pytest.mark.parametrize("metadata", ["", "---\nlicense: mit\ntags:\n- mine\n---\n\n"])
-def test_an_existing_card_keeps_its_text(metadata: str, tmp_path: Path) -> None:
-    path, text = tmp_path / "README.md", "# Mine\n\nText ünïcode.\n"
-    path.write_text(metadata + text, encoding="utf-8")
-    converted("llama").save_pretrained(tmp_path)
-    once = path.read_text(encoding="utf-8")
-    assert all(part in once for part in (text, *(("license: mit", "- mine") if metadata else ())))
-    # What the user writes below our part stays there, too.
-    path.write_text(once + "\n## Results\n\nGood.\n", encoding="utf-8")
-    converted("llama", "kerple").save_pretrained(tmp_path)
-    twice = path.read_text(encoding="utf-8")
-    assert text in twice
-    assert twice.endswith("## Results\n\nGood.\n")
-    assert (twice.count("## Positional encoding"), "`fire`" in twice) == (1, False)
-    converted("llama", "kerple").save_pretrained(tmp_path)
-    assert path.read_text(encoding="utf-8") == twice
