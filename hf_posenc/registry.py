@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
+from hf_posenc import plugins
 from hf_posenc.addons import Composite, options_of
 from hf_posenc.errors import DirectionError, OptionError, PosencError, UnknownSchemeError, shown, suggest
 from hf_posenc.facts import Adaptation
@@ -95,6 +96,11 @@ class SchemeInfo:
     def kinds(self) -> tuple[type[Scheme], ...]:
         """The classes of the scheme and of its add-ons."""
         return (self.cls, *(addon.cls for addon in self.addons))
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules of other projects that register the scheme and its add-ons."""
+        return tuple(sorted({kind.__module__ for kind in self.kinds if not plugins.is_built_in(kind.__module__)}))
 
     def option_defaults(self) -> dict[str, Any]:
         """Return each option with its default."""
@@ -215,6 +221,7 @@ class Schemes(dict[str, SchemeInfo]):
 def schemes() -> Schemes:
     """Return all registered schemes by name, sorted."""
     _load_builtin()
+    plugins.load_installed()
     return Schemes(sorted(_SCHEMES.items()))
 
 

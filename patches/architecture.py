@@ -18,6 +18,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from hf_posenc import plugins
 from hf_posenc.errors import ArchitectureError, OptionError
 from hf_posenc.operands import Geometry
 
@@ -214,6 +215,7 @@ def _load_builtin() -> None:
 def architectures() -> dict[str, Architecture]:
     """Return all known architectures by name."""
     _load_builtin()
+    plugins.load_installed()
     return dict(_ARCHITECTURES)
 
 

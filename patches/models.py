@@ -402,7 +402,7 @@ def attach_recorded(model: nn.Module, *, is_new: bool = False) -> None:
         except (DirectionError, LayerSelectionError, OptionError, UnknownSchemeError) as error:
             raise CheckpointError(
                 f"This installation cannot build the scheme {group.scheme!r} that config.json names. {error} Upgrade "
-                "hf-posenc, import the module that registers the scheme before loading, or restore config.json."
+                f"hf-posenc, {record.remedy(config)}, or restore config.json."
             ) from error
     surgery.install(sites, built, record.strengths_from_config(config))
 

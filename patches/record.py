@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from transformers import PreTrainedConfig
 
-from hf_posenc import __version__
+from hf_posenc import __version__, registry
 from hf_posenc.errors import CheckpointError, shown
 
 # It rises when the previous release could not correctly read a checkpoint written now.
@@ -92,6 +92,7 @@ class _Record:
     plugin_version: Any = None
     strengths: Strengths = FULL
     locked: Any = None
+    modules: Any = None
 
     def __post_init__(self) -> None:
         if self.format_version != FORMAT_VERSION:
@@ -112,16 +113,29 @@ def to_dict(groups: Sequence[Group], strengths: Strengths = FULL) -> dict[str, A
     """Return the record, the entry `posenc` of a config, as plain data for JSON."""
     written = json.loads(json.dumps([asdict(group) for group in groups]))  # lists for tuples, as they are read
     found = {"format_version": FORMAT_VERSION, "plugin_version": __version__, "groups": written}
+    modules = sorted({module for group in groups for module in registry.get(group.scheme).modules})
+    if modules:
+        found["modules"] = modules  # for the error where they are not imported
     return found if strengths == FULL else {**found, "strengths": asdict(strengths)}
 
 
 def digest(posenc: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a record, in hexadecimal, which binds it to the weights that are saved with it.
 
-    The version of the plugin does not count: saving a checkpoint again with another release changes nothing.
+    The version of the plugin and the names of modules do not count: saving a checkpoint again with another release
+    changes nothing.
     """
-    bound = {key: value for key, value in posenc.items() if key not in ("plugin_version", "digest")}
+    bound = {key: value for key, value in posenc.items() if key not in ("plugin_version", "modules", "digest")}
     return hashlib.sha256(json.dumps(bound, sort_keys=True).encode()).hexdigest()
+
+
+def remedy(config: Any) -> str:
+    """Return what to import before a checkpoint is loaded whose scheme is not registered."""
+    modules = _read(config).modules
+    if not isinstance(modules, list):
+        return "import the module that registers the scheme before loading"
+    words = " ".join(f"--import {module}" for module in modules)
+    return f"import {', '.join(map(str, modules))} before loading (on the command line: hf-posenc {words} ...)"
 
 
 def from_config(config: Any) -> list[Group]:

@@ -17,7 +17,7 @@ import torch
 from annotated_types import Gt, Le
 from transformers import AutoModelForCausalLM
 
-from hf_posenc import registry
+from hf_posenc import plugins, registry
 from hf_posenc.errors import PosencError, RecipeError, shown, suggest
 from hf_posenc.patches import record, rotary
 from hf_posenc.patches.architecture import of_config
@@ -64,8 +64,10 @@ def read_recipe(source: str | Path, overrides: Sequence[str] = (), *, config: An
     """
     if library.is_file(source):
         recipe = fields.build(Recipe, library.content(source), where=str(source), overrides=overrides)
+        plugins.load(recipe.plugins)
     else:
         asked = ask(str(source), overrides)
+        plugins.load(asked.recipe.plugins)
         recipe = resolve(asked, Facts.of(load_config(asked.recipe.model) if config is None else config))
     checks.check(recipe, str(source))
     return recipe

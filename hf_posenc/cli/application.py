@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from typer.core import TyperGroup
 
-from hf_posenc import __version__
+from hf_posenc import __version__, plugins
 from hf_posenc.errors import OptionError, PosencError, shown
 from hf_posenc.patches import atomic_files
 
@@ -246,5 +246,10 @@ def main(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    modules: Annotated[
+        list[str] | None,
+        typer.Option("--import", metavar="MODULE", help="Import a module with schemes or architectures of your own."),
+    ] = None,
 ) -> None:
     """Replace the positional encoding of a Hugging Face model, train it, and measure the effect."""
+    plugins.load(modules or ())
