@@ -30,7 +30,7 @@ from hf_posenc import (
 )
 from hf_posenc.attention import EXECUTORS, Call, Mask, choose, executors
 from hf_posenc.attention import blocks as blocks_module
-from hf_posenc.attention.cpu import cutoffs, fused, kernel
+from hf_posenc.attention.cpu import fused, kernel
 from hf_posenc.attention.mask import slots_tell_distances
 from hf_posenc.attention.once import Once
 from hf_posenc.operands import Tokens
@@ -521,79 +521,6 @@ def test_explain_names_the_executor_of_each_layer() -> None:
     assert hf_posenc.explain(model).length == min(256, model.config.n_positions - 1)
 
 
-# -- keys too far away to count ----------------------------------------------------------------------------------------
-
-STEEP = ("alibi", "kerple", "fox")
-
-
-def steep(name: str) -> Scheme:
-    """A scheme some of whose heads, or all, lose all weight of keys some hundred tokens away."""
-    options = {
-        "alibi": {"learned_slopes": True, "gate": False},
-        "kerple": {"kernel": "power"},
-        "fox": {"init": "official"},
-    }
-    scheme = make(name, **options[name]).double()
-    with torch.no_grad():
-        if name == "alibi":
-            scheme.log_slopes += 1.5
-        elif name == "kerple":
-            scheme.bias_p.fill_(1.0)
-            scheme.bias_a.copy_(torch.tensor([0.8, 0.4, 0.2, 0.02]))
-    return scheme
-
-
-@pytest.mark.parametrize("queries", [801, 401])
-@pytest.mark.parametrize("name", STEEP)
-def test_heads_do_without_keys_too_far_away_to_count(name: str, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheme, forward, seen = steep(name), kernel.forward, []
-
-    def watched(q: Tensor, k: Tensor, *others: object, **options: object) -> tuple[Tensor, Tensor]:
-        seen.append(q.shape[1] * k.shape[2])
-        return forward(q, k, *others, **options)
-
-    monkeypatch.setattr(kernel, "forward", watched)
-    got = one_attention(scheme, "fused", *plain(801), queries=queries)
-    needed = sum(seen)
-    monkeypatch.setattr(cutoffs, "NATS", torch.inf)
-    want = one_attention(scheme, "fused", *plain(801), queries=queries)
-    assert needed < 0.9 * (sum(seen) - needed)
-    compare(got, want, tolerance=1e-9)
-
-
-def test_some_heads_of_several_rows_of_the_batch_do_without_keys() -> None:
-    # Short enough for the backward pass to take rows of the batch together, as long as it takes all heads.
-    scheme = make("alibi", kv_heads=HEADS, learned_slopes=True, gate=False).double()
-    with torch.no_grad():
-        scheme.log_slopes.copy_(torch.tensor([1.0, 1.0, 0.01, 0.01]).log())
-    got, want = (one_attention(scheme, executor, *plain(420)) for executor in ("fused", "dense"))
-    compare(got, want, tolerance=1e-9)
-
-
-@pytest.mark.parametrize("name", STEEP)
-@pytest.mark.parametrize("why", ["content", "padding"])
-def test_keys_far_away_count(name: str, why: str) -> None:
-    scheme, (places, _), (q, k, v) = steep(name), plain(700), draw(700, 1, torch.float64)
-    call = {"hidden": torch.randn(1, 700, HIDDEN, dtype=torch.float64)}
-    if why == "content":  # every query looks for the first key, and away from its own
-        q, k = torch.full_like(q, 100), torch.full_like(k, -100)
-        k[:, :, 0] = 100
-    else:  # the last queries are padding, too, but see the first keys
-        call["mask"] = places < 200
-    got, want = (attend(scheme, q, k, v, **on(places, executor, **call)) for executor in ("fused", "dense"))
-    torch.testing.assert_close(got, want)
-    if why == "content":
-        torch.testing.assert_close(got[0, :, -1], v[0, :, 0].repeat_interleave(HEADS // KV_HEADS, 0))
-
-
-@pytest.mark.parametrize("name", STEEP)
-def test_what_is_not_a_number_counts_wherever_it_is(name: str) -> None:
-    q, k, v = draw(700, 1)
-    k[0, 0, 3, 0] = torch.nan
-    call = on(plain(700)[0], "fused", hidden=torch.randn(1, 700, HIDDEN))
-    assert attend(steep(name).float(), q, k, v, **call)[0, : HEADS // KV_HEADS, 3:].isnan().all()
-
-
 # -- the nearest keys --------------------------------------------------------------------------------------------------
 
 
@@ -713,8 +640,3 @@ def test_tensors_without_numbers_are_refused(name: str, kind: str) -> None:
     given[name] = made.get(kind, FakeTensorMode().from_tensor)(given[name])
     with pytest.raises(ShapeError, match=f"{kind}.*expected .*numbers"):
         attend(make("alibi"), **given, key_positions=torch.arange(5)[None])
-
-
-def test_a_geometry_has_a_table_or_none() -> None:
-    with pytest.raises(OptionError, match=r"native='x'.*expected None or a NativeTable"):
-        Geometry(heads=2, kv_heads=2, head_dim=4, hidden_size=8, native="x")

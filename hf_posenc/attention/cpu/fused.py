@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.call import FEWEST_QUERIES, Call, Executor
-from hf_posenc.attention.cpu import cutoffs, kernel
-from hf_posenc.attention.cpu.biases import AnyBias, BlockBias, KeysBias, TableBias, parts_of
+from hf_posenc.attention.cpu import kernel
+from hf_posenc.attention.cpu.biases import AnyBias, BlockBias, KeysBias, TableBias
 from hf_posenc.attention.cpu.piecewise import PiecewiseBias
 from hf_posenc.attention.cpu.products import ProductsBias
 from hf_posenc.derivatives import first_order
@@ -26,9 +26,11 @@ from hf_posenc.scheme import Scheme
 _IN_CACHE = 2**18
 _LOG2_E = math.log2(math.e)
 # Products with numbers too small for the usual form of float32 take many CPUs a hundred times as long: steep slopes
-# and gates would spend nearly all of the backward pass on weights that count for nothing (see `cutoffs`). The kernel
+# and gates would spend nearly all of the backward pass on weights that count for nothing (see `_LEAST`). The kernel
 # does not drop them, so biases that differ by so much (natural logarithms) do without it there.
 _SPREAD = 75.0
+# A weight of less than 2 to this is taken for 0 there, also in double precision.
+_LEAST = -64.0
 
 
 class Fused(Executor):
@@ -85,16 +87,15 @@ class _Fused(torch.autograd.Function):
         output = torch.empty_like(q)
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         with torch.autocast("cpu", enabled=False):
-            bias = form.for_pass(inputs)
-            slack = cutoffs.slack_of(q, k, scale) if bias.may_cut() else None
-            bias.prepare(slack)
-            for here, groups, pieces in bias.steps():
+            bias = form.begin(inputs)
+            for block in bias.blocks(bias.rows):
+                here = (slice(None), slice(None), slice(block.start, block.stop))
                 rows, found = bias.in_order(q[here]), []
-                for piece in pieces:
-                    keys, values = (x[:, groups, piece.keys] for x in (k, v))
+                for piece in bias.pieces(block):
+                    keys, values = (x[:, :, piece.keys] for x in (k, v))
                     found.append(kernel.forward(rows, keys, values, piece.bias, scale, causal=piece.causal))
                 output[here], lse[here] = (bias.in_order(x) for x in functools.reduce(_merged, found))
-        ctx.form, ctx.scale, ctx.slack = form, scale, slack
+        ctx.form, ctx.scale = form, scale
         ctx.save_for_backward(q, k, v, output, kernel.mark_empty_rows(lse), *inputs)
         return output
 
@@ -107,10 +108,9 @@ class _Fused(torch.autograd.Function):
         sums = [torch.zeros(x.shape, dtype=precise, device=x.device) for x in (q, k, v)]
         found: Sequence[Tensor | None] = [None] * len(wanted)
         with torch.autocast("cpu", enabled=False):
-            bias = ctx.form.for_pass(inputs)
-            bias.prepare(ctx.slack)
-            if any(wanted) or bias.spread() > _SPREAD:
-                found = _own_backward(bias, wanted, ctx.scale, [x.to(precise) for x in (q, k, v, lse, grad)], sums)
+            bias = ctx.form.begin(inputs, wanted)
+            if bias.learning or bias.spread() > _SPREAD:
+                found = _own_backward(bias, ctx.scale, [x.to(precise) for x in (q, k, v, lse, grad)], sums)
             else:
                 _kernel_backward(bias, ctx.scale, (q, k, v, output, lse), grad, sums)
         return None, None, *(x.to(y.dtype) for x, y in zip(sums, (q, k, v), strict=True)), *found
@@ -129,10 +129,11 @@ def _kernel_backward(
     """Add the gradients of queries, keys and values to `sums`, for a bias that has none."""
     of_q, of_k, of_v = sums
     q, k, v, *ends = done
-    for here, groups, pieces in bias.steps():
+    for block in bias.blocks(bias.rows):
+        here = (slice(None), slice(None), slice(block.start, block.stop))
         rows, output, lse, d_output = (bias.in_order(x[here]) for x in (q, *ends, grad))
-        for piece in pieces:
-            keys = (slice(None), groups, piece.keys)
+        for piece in bias.pieces(block):
+            keys = (slice(None), slice(None), piece.keys)
             mine = (rows, k[keys], v[keys], output, lse)
             dq, dk, dv = kernel.backward(d_output, mine, piece.bias, scale, causal=piece.causal)
             of_q[here] += bias.in_order(dq)
@@ -141,47 +142,41 @@ def _kernel_backward(
 
 
 def _own_backward(
-    bias: BlockBias, wanted: Sequence[bool], scale: float, given: Sequence[Tensor], sums: Sequence[Tensor]
+    bias: BlockBias, scale: float, given: Sequence[Tensor], sums: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """Add the gradients of queries, keys and values to `sums`; return those of the bias's inputs that are wanted.
+    """Add the gradients of queries, keys and values to `sums`; return those of the bias's inputs, if it learns.
 
     Given are queries, keys, values, logarithms of sums and the gradient of the output.
     """
-    (q, k, v, lse, grad), (of_q, of_k, of_v), learns = given, sums, any(wanted)
-    if learns:
-        bias.learn(wanted)
+    (q, k, v, lse, grad), (of_q, of_k, of_v) = given, sums
     for block in bias.blocks(bias.learning_rows):
-        pieces, runs = bias.pieces(block), list(bias.runs(block))
-        # Several rows of the batch with all heads only, see `_add_products`.
-        at_once = max(1, _IN_CACHE // (bias.learning_rows * block.keys * q.shape[1])) if len(runs) == 1 else 1
+        pieces, rows, keys = bias.pieces(block), slice(block.start, block.stop), slice(block.first, block.keys)
+        at_once = max(1, _IN_CACHE // (bias.learning_rows * block.keys * q.shape[1]))
         for row in range(0, q.shape[0], at_once):
             batch = slice(row, min(row + at_once, q.shape[0]))
-            for heads, groups, first in runs:
-                here, keys = (batch, heads, slice(block.start, block.stop)), (batch, groups, slice(first, block.keys))
-                q_rows, g_rows, level = (bias.in_order(x[here]) for x in (q, grad, lse))
-                # Powers of 2, since torch's exp is slow, and very slow where the result is next to nothing.
-                weights = grouped_matmul(q_rows * (scale * _LOG2_E), k[keys].mT)
-                for piece in parts_of(pieces, heads, first):
-                    added = piece.bias[batch] if piece.bias.shape[0] > 1 else piece.bias
-                    weights[..., piece.keys.start - first : piece.keys.stop - first].add_(added, alpha=_LOG2_E)
-                weights.sub_(level[..., None] * _LOG2_E)
-                torch.threshold_(weights, cutoffs.LEAST, -math.inf).exp2_()
-                # Not by way of the output, whose rounding would not leave sums of zero.
-                d_logits = grouped_matmul(g_rows, v[keys].mT).mul_(weights)
-                d_logits.addcmul_(weights, d_logits.sum(-1, keepdim=True), value=-1)
-                if learns:
-                    bias.add(block, batch, heads, first, d_logits)
-                of_q[here] = bias.in_order(grouped_matmul(d_logits, k[keys]).mul_(scale))
-                _add_products(of_k[keys], d_logits, q_rows, scale)
-                _add_products(of_v[keys], weights, g_rows, 1.0)
-        if learns:
-            bias.end(block)
-    return bias.gradients() if learns else [None] * len(wanted)
+            q_rows, g_rows, level = (bias.in_order(x[batch, :, rows]) for x in (q, grad, lse))
+            k_keys, v_keys = k[batch, :, keys], v[batch, :, keys]
+            # Powers of 2, since torch's exp is slow, and very slow where the result is next to nothing.
+            weights = grouped_matmul(q_rows * (scale * _LOG2_E), k_keys.mT)
+            for piece in pieces:
+                added = piece.bias[batch] if piece.bias.shape[0] > 1 else piece.bias
+                here = slice(piece.keys.start - block.first, piece.keys.stop - block.first)
+                weights[..., here].add_(added, alpha=_LOG2_E)
+            weights.sub_(level[..., None] * _LOG2_E)
+            torch.threshold_(weights, _LEAST, -math.inf).exp2_()
+            # Not by way of the output, whose rounding would not leave sums of zero.
+            d_logits = grouped_matmul(g_rows, v_keys.mT).mul_(weights)
+            d_logits.addcmul_(weights, d_logits.sum(-1, keepdim=True), value=-1)
+            if bias.learning:
+                bias.add(block, batch, d_logits)
+            of_q[batch, :, rows] = bias.in_order(grouped_matmul(d_logits, k_keys).mul_(scale))
+            _add_products(of_k[batch, :, keys], d_logits, q_rows, scale)
+            _add_products(of_v[batch, :, keys], weights, g_rows, 1.0)
+    return bias.gradients() if bias.learning else [None] * len(bias.inputs)
 
 
 def _add_products(total: Tensor, weights: Tensor, rows: Tensor, factor: float) -> None:
     """Add `factor * weights.T @ rows` of `[b, H, q, K]` and `[b, H, q, D]` to `[b, G, K, D]`."""
-    # One row of the batch, or all heads: there is such a view.
     total = total.view(-1, *total.shape[2:])
     count = len(total)
     total.baddbmm_(

@@ -86,9 +86,13 @@ class ProductsBias(BlockBias):
     def moved(self, q: Tensor) -> Tensor:
         return q if self.shift is None else q + self.shift[:, None].to(q)
 
-    def prepare(self, slack: Tensor | None) -> None:
+    def prepare(self, wanted: Sequence[bool]) -> None:
         self.given = dict(zip(self.names, self.inputs, strict=True))
         self.like = self.given["falling" if "falling" in self.given else "rising"]
+        if self.learning:
+            self.sums = PartSums(self.inputs, wanted)
+            totals = zip(self.names, self.sums.totals, strict=True)
+            self.found = {name: total for name, total in totals if total is not None}
 
     def pieces(self, block: Rows) -> list[Piece]:
         """Return the bias of a block; overwritten by the next call."""
@@ -127,13 +131,7 @@ class ProductsBias(BlockBias):
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
-    def learn(self, wanted: Sequence[bool]) -> None:
-        self.learning = True
-        self.sums = PartSums(self.inputs, wanted)
-        totals = zip(self.names, self.sums.totals, strict=True)
-        self.found = {name: total for name, total in totals if total is not None}
-
-    def add(self, block: Rows, batch: slice, heads: slice, first: int, d_logits: Tensor) -> None:
+    def add(self, block: Rows, batch: slice, d_logits: Tensor) -> None:
         if "key_bias" in self.found:
             self.found["key_bias"][batch, :, : block.keys] += d_logits.sum(2)
         d_bias = d_logits[..., self.near.keys]
