@@ -61,7 +61,7 @@ class Case:
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in scheme.parameters():
-                parameter += 0.3 * torch.rand(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.add_(0.3 * torch.rand(parameter.shape, generator=generator, dtype=torch.float64))
         return scheme
 
 
@@ -73,8 +73,8 @@ def draw(scheme: Scheme, length: int, batch: int = 2, dtype: torch.dtype = torch
     return [torch.randn(size, generator=generator, dtype=dtype) for size in sizes]
 
 
-def run(scheme: Scheme, given: list[Tensor], places: Tensor, **call: Any) -> Tensor:
-    """Return the output of attention, `[B, H, S, D]`, with a projection for schemes that use the layer's own."""
+def run(scheme: Scheme, given: list[Tensor], places: Tensor, **call: Any) -> Any:
+    """Return the result of `attend`, with a projection for schemes that use the layer's own."""
     q, k, v, hidden = given
     shape, generator = scheme.geometry, torch.Generator().manual_seed(3)
     count = shape.heads + shape.kv_heads
@@ -84,9 +84,8 @@ def run(scheme: Scheme, given: list[Tensor], places: Tensor, **call: Any) -> Ten
         both = (x.to(weight) @ weight).view(*x.shape[:2], count, -1).transpose(1, 2)
         return both[:, : shape.heads], both[:, shape.heads :]
 
-    at = {"query_positions": places[:, places.shape[1] - q.shape[2] :], "key_positions": places, "host": host}
-    output: Tensor = attend(scheme, q, k, v, hidden=hidden, **at, **call)
-    return output
+    last = places[:, places.shape[1] - q.shape[2] :]
+    return attend(scheme, q, k, v, hidden=hidden, query_positions=last, key_positions=places, host=host, **call)
 
 
 def positions(scheme: Scheme, length: int) -> Tensor:
@@ -187,11 +186,11 @@ def parameters_are_learned(case: Case) -> None:
     (*operands, hidden), places = draw(scheme, 9), positions(scheme, 9)
     hidden = scheme.embed(hidden, places)
     loss = run(scheme, [*operands, hidden], places).sin().sum() + hidden.sin().sum()
-    names, parameters = zip(*scheme.named_parameters(), strict=True) if list(scheme.parameters()) else ((), ())
-    gradients = torch.autograd.grad(loss, parameters, allow_unused=True) if parameters else ()
-    unused = [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
+    own = dict(scheme.named_parameters())
+    gradients = torch.autograd.grad(loss, [*own.values()], allow_unused=True) if own else ()
+    unused = [name for name, gradient in zip(own, gradients, strict=True) if gradient is None]
     assert not unused, f"no gradient for {', '.join(unused)}"
-    assert all(x.ndim for x in parameters), "a parameter without dimensions"
+    assert all(x.ndim for x in own.values()), "a parameter without dimensions"
     assert all(x.dtype == torch.float32 for x in case.build().bfloat16().parameters()), "a parameter in half precision"
 
 

@@ -87,16 +87,6 @@ def by_backward(loss: Loss, given: Sequence[Tensor], along: Sequence[Tensor]) ->
     return [torch.zeros_like(x) if x.grad is None else x.grad for x in xs]
 
 
-def by_two_backwards(loss: Loss, given: Sequence[Tensor], along: Sequence[Tensor]) -> Sequence[Tensor]:
-    xs = leaves(given)
-    loss(*xs).backward(create_graph=True)
-    first = [torch.zeros_like(x) if x.grad is None else x.grad for x in xs]
-    for x in xs:
-        x.grad = None
-    inner(first, along).backward()
-    return [torch.zeros_like(x) if x.grad is None else x.grad for x in xs]
-
-
 def by_hvp(loss: Loss, given: Sequence[Tensor], along: Sequence[Tensor]) -> Sequence[Tensor]:
     found: Sequence[Tensor] = old.hvp(loss, tuple(given), tuple(along))[1]
     return found
@@ -125,7 +115,7 @@ def by_func(outer: str, loss: Loss, given: Sequence[Tensor], along: Sequence[Ten
 
 
 FORMS: Forms = {
-    "grad": by_grad, "backward": by_backward, "two backwards": by_two_backwards, "hvp": by_hvp,
+    "grad": by_grad, "backward": by_backward, "hvp": by_hvp,
     "dual numbers": by_dual_numbers,
     **{f"func.{outer}": functools.partial(by_func, outer) for outer in ("jvp", "vjp", "grad", "jacfwd")},
 }  # fmt: skip

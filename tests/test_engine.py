@@ -287,26 +287,6 @@ def test_gradients_are_those_of_parameters_lent_for_the_forward_pass(name: str, 
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("name", [*dict(FORM_OF_EACH), "cape", "transformer_xl", "rope", "liere"])
-def test_transforms_of_torch_func_take_plain_forms(name: str) -> None:
-    scheme, inputs = make(name), [*draw(150), torch.randn(2, 150, HIDDEN)]
-
-    def loss(own: dict[str, Tensor], *given: Tensor) -> Tensor:
-        *operands, hidden = given
-        call = functools.partial(attend, **on(plain(150)[0], hidden=hidden))
-        return torch.func.functional_call(scheme, own, (call, *operands)).square().sum()
-
-    own = dict(scheme.named_parameters())
-    operands = [x.requires_grad_() for x in inputs[:3]]
-    want = torch.autograd.grad(loss(own, *inputs), [*own.values(), *operands])
-    got, *rest = torch.func.grad(loss, argnums=(0, 1, 2, 3))(own, *inputs)
-    torch.testing.assert_close([*got.values(), *rest], list(want), atol=1e-3, rtol=1e-3)
-    with torch.no_grad():
-        each = torch.func.vmap(functools.partial(loss, own))(*(x[:, None] for x in inputs))
-        torch.testing.assert_close(each.sum(), loss(own, *inputs), rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("name", ["alibi", "cope", "rope"])
 def test_a_mask_that_is_added_learns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks_module, "_DENSE_LOGITS", 0)
@@ -609,11 +589,6 @@ def test_products_in_a_model_that_keeps_its_rotation(name: str, options: dict, n
     assert found[0].keys() == found[1].keys()
     for key, want in found[0].items():
         torch.testing.assert_close(found[1][key], want, rtol=0, atol=2e-4 * max(1e-3, float(want.abs().max())), msg=key)
-
-
-def test_what_is_far_passes_no_products() -> None:
-    call, _ = call_and_leaves(make("disentangled", max_distance=20).double(), plain(400)[0], Mask("slots"))
-    assert fused._bias_of(call).far == 20  # all beyond have the same vector
 
 
 @pytest.mark.parametrize("name", schemes())

@@ -142,27 +142,6 @@ def check_call(mode: str, name: str) -> None:
         loss(*operands)
 
 
-def gradients(model: Any, architecture: str) -> dict[str, Tensor]:
-    model.zero_grad()
-    models.loss(model, architecture, models.tokens(architecture, 2, 40)).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def check_model(architecture: str, name: str) -> None:
-    """Train the first step with gradient checkpointing, and another one without."""
-    plain = models.stock(architecture)
-    if not plain.supports_gradient_checkpointing:
-        return
-    model = models.moved(hf_posenc.patch(plain, name, **models.stacks_for(architecture, name))).train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    model.gradient_checkpointing_enable()
-    first = gradients(model, architecture)
-    model.gradient_checkpointing_disable()
-    torch.testing.assert_close(first, gradients(model, architecture), atol=1e-4, rtol=1e-3)
-
-
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
@@ -202,29 +181,21 @@ def check(*cases: tuple[str, str, str]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-CALL, MODEL = check_call.__name__, check_model.__name__
+CALL = check_call.__name__
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="cases are copies of one fresh process")
 
 
 def test_some_first_uses() -> None:
-    """Every mode but that which takes seconds once, and every form of an executor; and two models."""
+    """Every mode but that which takes seconds once, and every form of an executor."""
     modes = [mode for mode in MODES if mode != "compiled"]
     calls = [(CALL, *case) for case in zip(modes, [*CALLS] * len(modes), strict=False)]
-    check(*calls, (MODEL, "llama", "alibi"), (MODEL, "t5", "kerple"))
+    check(*calls)
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("name", CALLS)
 def test_first_uses(name: str) -> None:
     check(*((CALL, mode, name) for mode in MODES))
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("architecture", sorted({*models.ARCHITECTURES, *models.TINY}))
-def test_models_with_gradient_checkpointing(architecture: str) -> None:
-    encoder = architecture in ("bert", "roberta", "modernbert", "vit")
-    names = [name for name, info in hf_posenc.schemes().items() if not encoder or "bidirectional" in info.directions]
-    check(*((MODEL, architecture, name) for name in names))
 
 
 def test_a_backward_pass_finds_out_in_its_own_thread() -> None:

@@ -104,11 +104,6 @@ def test_option_of_a_wrong_type(name: str, option: str, hint: object) -> None:
                 build(name, geometry(), **{option: got})
 
 
-def test_an_integer_is_a_number() -> None:
-    assert build("fire", geometry(), threshold=64).threshold == 64
-    assert build("rope", geometry(), theta=500).theta == 500
-
-
 CAUSAL, BOTH_WAYS, WIDE = geometry(), geometry(causal=False), geometry(head_dim=16)
 OWN = geometry(inv_freq=torch.ones(3))
 OWN_T5 = geometry(native=NativeTable("t5", torch.randn(32, HEADS), 128))
@@ -116,23 +111,16 @@ OWN_POSITIONS = geometry(native=NativeTable("learned", torch.randn(32, HIDDEN)))
 BLOCKS = ("liere", "comrope_ap", "comrope_ld")
 OUT_OF_RANGE = [
     ("fire", CAUSAL, "init_c", 0, {}, "another number than 0, from which c never learns"),
-    ("fire", CAUSAL, "threshold", -1.5, {}, "a positive number"),
     ("fire_s", CAUSAL, "threshold", 0.0, {}, "a positive number"),
-    ("fire", CAUSAL, "width", 0, {}, "at least 1"),
     ("learned", CAUSAL, "num_positions", 0, {}, "at least 1"),
     ("learned", geometry(max_positions=None), "num_positions", None, {}, "a number of rows, at least 1"),
     ("learned", CAUSAL, "init", "native", {}, "'normal' or 'zero': the model has no learned table that can have 64"),
     ("learned", OWN_T5, "init", "native", {}, "no learned table"),
     ("rope", CAUSAL, "theta", 1.0, {}, "a number above 1"),
-    ("rope", CAUSAL, "proportion", 0.0, {}, "a number above 0, at most 1"),
-    ("rope", CAUSAL, "rotary_dim", 3, {}, "an even number from 2 to head_dim = 6"),
-    ("rope", CAUSAL, "rotary_dim", 8, {}, "an even number from 2 to head_dim = 6"),
     ("sandwich", CAUSAL, "dim", 7, {}, "an even number, at least 2"),
-    ("sandwich", CAUSAL, "base", 1, {}, "a number above 1"),
     ("sinusoidal", CAUSAL, "base", 1.0, {}, "a number above 1"),
     ("t5", CAUSAL, "num_buckets", 7, {}, "an even number, at least 2 in this direction"),
     ("t5", BOTH_WAYS, "num_buckets", 2, {}, "an even number, at least 4 in this direction"),
-    ("t5", CAUSAL, "max_distance", 16, {}, "more than 16"),
     ("t5", BOTH_WAYS, "max_distance", 8, {}, "more than 8"),
     ("t5", OWN_T5, "init", "native", {"num_buckets": 16}, "'normal' or 'zero': the model has no such table"),
     ("t5", OWN_POSITIONS, "init", "native", {}, "'normal' or 'zero': the model has no such table"),
@@ -146,7 +134,6 @@ OUT_OF_RANGE = [
     ("cope", CAUSAL, "value_gates", True, {"separate_keys": True}, "False with separate_keys"),
     ("cope", CAUSAL, "shared", True, {"separate_keys": True}, "False with separate_keys"),
     ("disentangled", CAUSAL, "max_distance", 0, {}, "at least 1"),
-    ("disentangled", CAUSAL, "buckets", 3, {}, "None or an even number"),
     ("disentangled", CAUSAL, "max_distance", 5, {"buckets": 8}, "more than buckets / 2 + 1 = 5"),
     ("disentangled", CAUSAL, "p2c", False, {"c2p": False}, "True with c2p=False"),
     ("disentangled", CAUSAL, "share_bias", True, {}, "False unless share_att_key=True"),
@@ -173,7 +160,6 @@ OUT_OF_RANGE = [
     ("rope2d", OWN, "theta", 5.0, {}, "None where the frequencies are the model's own"),
     ("rope2d", CAUSAL, "section", 1, {}, "None, or for kind='axial' a number from 1 to 1"),
     ("rope2d", OWN, "section", 2, {"kind": "axial"}, "a number from 1 to 1"),
-    ("rope2d", CAUSAL, "axes", 9, {}, "at most the 3 channel pairs"),
     ("shaw", CAUSAL, "max_distance", 0, {}, "at least 1"),
     ("transformer_xl", CAUSAL, "clamp_len", 0, {}, "None or at least 1"),
 ]
@@ -294,43 +280,6 @@ def test_another_default_dtype_changes_nothing(name: str, dtype: torch.dtype) ->
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
-
-
-NEUTRAL = [
-    (name, direction)
-    for name, info in schemes().items()
-    if info.cls.neutral_options is not None
-    for direction in info.directions
-]
-
-
-@pytest.mark.parametrize(("name", "direction"), NEUTRAL)
-def test_neutral_options_are_a_no_op_that_learns(name: str, direction: str) -> None:
-    shape = geometry(causal=direction == "causal")
-    scheme = build(name, shape, **schemes()[name].cls.neutral_options)
-    tolerance = scheme.facts(native_kept=True).start
-    assert tolerance is not None
-    assert scheme.facts(native_kept=True).exact == (tolerance == 0)
-    places = torch.tensor([[0, 1, 2, 9, 40]])
-    inputs = torch.randn(1, 5, HIDDEN)
-    hidden = scheme.embed(inputs, places)
-    assert torch.equal(hidden, inputs)
-    q, kv = torch.randn(1, HEADS, 5, HEAD_DIM), torch.randn(1, KV_HEADS, 5, HEAD_DIM)
-    at = {"query_positions": places, "key_positions": places, "executor": "dense"}
-    got = attend(scheme, q, kv, kv, hidden=hidden, **at)
-    want, plain = attend(build("nope", shape), q, kv, kv, need_weights=True, **at)
-    if tolerance == 0:
-        assert torch.equal(got, want)
-    else:
-        _, weights = attend(scheme, q, kv, kv, hidden=hidden, need_weights=True, **at)
-        assert not torch.equal(weights, plain)
-        moved = (weights.log() - plain.log())[plain > 0]
-        assert moved.abs().max() <= tolerance
-    parameters = list(scheme.parameters())
-    if parameters:
-        loss = (got * torch.randn(got.shape)).sum() + (hidden * torch.randn(hidden.shape)).sum()
-        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-        assert any(gradient is not None and gradient.abs().max() > 0 for gradient in gradients)
 
 
 # -- geometry ----------------------------------------------------------------------------------------------------------

@@ -116,7 +116,8 @@ def test_every_scheme_documents_itself() -> None:
 # architecture; an architecture names no scheme.
 ROOMS = [
     ("hf_posenc.errors",),
-    ("hf_posenc.operands", "hf_posenc.ops", "hf_posenc.derivatives", "hf_posenc.facts", "hf_posenc.pictures", "hf_posenc.plugins"),
+    ("hf_posenc.operands", "hf_posenc.ops", "hf_posenc.derivatives", "hf_posenc.facts", "hf_posenc.pictures"),
+    ("hf_posenc.plugins",),
     ("hf_posenc.forms", "hf_posenc.equivalents"),
     ("hf_posenc.scheme", "hf_posenc.addons", "hf_posenc.blend", "hf_posenc.coordinates"),
     ("hf_posenc.registry", "hf_posenc.attention", "hf_posenc.schemes.families"),
