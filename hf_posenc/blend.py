@@ -21,7 +21,7 @@ class Blended(Scheme):
     def __init__(self, scheme: Scheme, strength: float) -> None:
         super().__init__(scheme.geometry)
         self.scheme, self.strength = scheme, strength
-        self.name, self.directions = scheme.name, scheme.directions  # type: ignore[misc]
+        self.name, self.directions = scheme.name, scheme.directions
         self.reads_keys, self.history, self.window = scheme.reads_keys, scheme.history, scheme.window
 
     def overrides(self, seam: str) -> bool:
