@@ -174,9 +174,9 @@ BREAKS = [
     Break("the interval of a mean is that of one sample", "measurements evaluation",
         "half = _student(count - 1) * float(values.std()) / math.sqrt(count)",
         "half = _student(count - 1) * float(values.std())"),
-    Break("needles stand at the other end of the text", "evaluation",
-        "place = round(depth * len(text))",
-        "place = round((1 - depth) * len(text))"),
+    Break("keys stand among the other tokens, too", "evaluation",
+        "keys, others = symbols[:_PAIRS], symbols[_PAIRS:]",
+        "keys, others = symbols[:_PAIRS], symbols"),
 ]
 # fmt: on
 

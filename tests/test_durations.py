@@ -22,7 +22,6 @@ from hf_posenc.recipes.evaluation import (
     ContextPerplexity,
     Generation,
     InductionCopy,
-    NeedleRetrieval,
 )
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.loading import load_tiny_llama
@@ -125,7 +124,6 @@ def measures() -> dict[str, Callable[[Any], Any]]:
     symbols = torch.arange(20, 100)
     return {
         "perplexity": lambda tokenizer: ContextPerplexity(ids, lengths, windows=4),
-        "needle": lambda tokenizer: NeedleRetrieval(ids, lengths, samples=2),
         "induction": lambda tokenizer: InductionCopy(symbols, lengths, samples=4),
         "mqar": lambda tokenizer: AssociativeRecall(symbols, lengths, samples=4),
         "generation": lambda tokenizer: Generation(ids, tokenizer, samples=4),

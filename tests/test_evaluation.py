@@ -42,7 +42,6 @@ from hf_posenc.recipes.evaluation import (
     ContextPerplexity,
     Grid,
     InductionCopy,
-    NeedleRetrieval,
     context_curve,
     measure,
 )
@@ -171,10 +170,6 @@ def test_what_cannot_be_measured_is_refused(ids: Tensor) -> None:
         (curve(small(), ids, 32, corrupt=lambda rows: rows), OptionError, "LlamaForCausalLM has no encoder"),
         (lambda: spread_windows(ids, 400, 12, targets=20), ShapeError, r"12 windows .* take at least \[620\]"),
         (lambda: ContextPerplexity(ids, ()), OptionError, alike),
-        (lambda: NeedleRetrieval(ids, (64, 64)), OptionError, alike),
-        (lambda: NeedleRetrieval(ids, (64,), depths=(0.5, 0.5)), OptionError, alike),
-        (lambda: NeedleRetrieval(ids, (17,)), ShapeError, "leaves 0 of text"),
-        (lambda: NeedleRetrieval(ids, (40,), depths=(1.5,)), OptionError, r"expected numbers from 0"),
         (lambda: InductionCopy(symbols, (8, 8)), OptionError, alike),
         (lambda: InductionCopy(symbols, (15,)), ShapeError, "even numbers"),
         (lambda: AssociativeRecall(symbols, (60,)), ShapeError, "at least 64"),
@@ -189,13 +184,10 @@ def test_what_cannot_be_measured_is_refused(ids: Tensor) -> None:
 def test_what_a_model_cannot_read_is_left_open(ids: Tensor) -> None:
     model = small("gpt2").train()
     (by_context,) = ContextPerplexity(ids, (32, 128), windows=3, targets=16)(model)
-    whole, _ = NeedleRetrieval(ids, (64, 65), depths=(0.5,), samples=2)(model)
     assert model.training
-    for found, place in ((by_context, (32,)), (whole, (0.5, 64))):
-        assert found.at(*place).is_known
-    for found, place in ((by_context, (128,)), (whole, (0.5, 65))):
-        assert not found.at(*place).is_known
-        assert found.write(*place) == "-"
+    assert by_context.at(32).is_known
+    assert not by_context.at(128).is_known
+    assert by_context.write(128) == "-"
     with pytest.raises(ShapeError, match="measured were 32, 128"):
         by_context.at(64)
     # A model that diverged must not look the same.
@@ -207,40 +199,27 @@ def test_what_a_model_cannot_read_is_left_open(ids: Tensor) -> None:
 # -- retrieval and induction -------------------------------------------------------------------------------------------
 
 
-def test_an_oracle_is_right_and_a_model_that_guesses_is_measured_no_further(ids: Tensor) -> None:
+def test_an_oracle_is_right_and_a_model_that_guesses_is_measured_no_further() -> None:
     lengths, symbols = (64, 128, 192), torch.arange(5, 50)
-    measures = [
-        NeedleRetrieval(ids, lengths, depths=(0.0, 0.5), samples=4),
-        InductionCopy(symbols, lengths, samples=4),
-        AssociativeRecall(symbols, lengths, samples=4),
-    ]
+    measures = [InductionCopy(symbols, lengths, samples=4), AssociativeRecall(symbols, lengths, samples=4)]
     read: list[int] = []
     lost = small()
     lost.register_forward_pre_hook(
         lambda module, args, given: read.append(given["input_ids"].shape[1]), with_kwargs=True
     )
     found = hf_posenc.evaluate({"lost": lost, "oracle": Knows(*measures), "short": small("gpt2")}, measures)
-    assert max(read) == 64
+    assert max(read) == 63  # with the answer but its last token, which is not read
     for section in found.sections:
         assert section.markdown().count("no better than guessing, longer texts are left out.") == 1
-        right, other = section.models["oracle"]
+        (right,) = section.models["oracle"]
         assert (right.samples == 1).all()
-        assert (other.samples == 1).all() if section.name == "needle" else (other.samples < 1e-6).all()
-    assert found["needle"].models["oracle"][0].axes == {"depth": (0.0, 0.5), "tokens read": lengths}
-    # Where no model was measured, no column and no picture goes on.
-    section = found["mqar"]
-    alone = replace(section, models={name: section.models[name] for name in ("lost", "short")})
-    assert [grids["lost"].points for grids in alone.quantities()] == [(64,), (64,)]
-    assert [grids["lost"].points for grids in section.quantities()] == [lengths, lengths]
-    guessed, loss = found["induction"].models["lost"]
-    assert not guessed.at(128).is_known
-    assert guessed.at(64).mean < 0.15
-    assert loss.at(64).mean > math.log(30)
-    # Averaged over all, so that chance is met closely.
-    whole, rank = NeedleRetrieval(ids, (32,), depths=(0.5,), samples=64)(small())
-    assert whole.at(0.5, 32).mean == 0
-    assert rank.at(0.5, 32).low < 0.5 < rank.at(0.5, 32).high
-    assert rank.at(0.5, 32).high - rank.at(0.5, 32).low < 0.2
+        # Where no model was measured, no column and no picture goes on.
+        alone = replace(section, models={name: section.models[name] for name in ("lost", "short")})
+        assert [grids["lost"].points for grids in alone.quantities()] == [(64,)]
+        assert [grids["lost"].points for grids in section.quantities()] == [lengths]
+        (guessed,) = section.models["lost"]
+        assert not guessed.at(128).is_known
+        assert guessed.at(64).mean < 0.15
 
 
 def test_what_shows() -> None:
@@ -267,32 +246,13 @@ def test_what_is_asked_stands_earlier() -> None:
         assert len(prompt) == len(once) + 1  # the first token of the second copy cannot be known
 
 
-def test_needle_stands_where_it_should(ids: Tensor) -> None:
-    # Of other tokens than the text.
-    symbols = torch.tensor([60, 61])
-    measure = NeedleRetrieval(ids, (40,), depths=(0.0, 0.5, 1.0), samples=1, symbols=symbols)
-    assert ordinary_tokens(torch.tensor([5, 3, 5, 9, 9, 9, 0, 0]), [0]).tolist() == [9, 5, 3]
-    texts = set()
-    for depth, (prompt, key) in zip((0.0, 0.5, 1.0), measure._rows, strict=True):
-        # With the key but its last token, the model reads as many tokens as are asked for.
-        assert len(prompt) + len(key) - 1 == 40
-        place = int((prompt >= 60).nonzero()[0])
-        assert place == round(depth * 23)
-        assert torch.equal(prompt[place : place + 4], prompt[-4:])
-        assert torch.equal(prompt[place + 4 : place + 9], key)
-        texts.add((*prompt[:place].tolist(), *prompt[place + 9 : -4].tolist(), *key.tolist()))
-    assert len(texts) == 1
-
-
-def test_an_encoder_reads_the_text_and_the_decoder_writes_the_key(ids: Tensor) -> None:
+def test_an_encoder_reads_the_prompt_and_the_decoder_writes_the_answer(ids: Tensor) -> None:
     model = checkpoint("t5")
-    measure = NeedleRetrieval(ids, (40,), depths=(0.5,), samples=2)
-    whole, rank = measure(model)
-    assert whole.samples.shape == rank.samples.shape == (1, 1, 2)
-    (prompt, key), *_ = measure._rows
+    prompt, answer = ids[None, :35], ids[None, 35:40]
     with torch.no_grad():
-        expected = model(input_ids=prompt[None], labels=key[None]).logits
-        torch.testing.assert_close(answer_predictions(model, prompt[None], key[None]), expected)
+        expected = model(input_ids=prompt, labels=answer).logits
+        torch.testing.assert_close(answer_predictions(model, prompt, answer), expected)
+    assert ordinary_tokens(torch.tensor([5, 3, 5, 9, 9, 9, 0, 0]), [0]).tolist() == [9, 5, 3]
 
 
 # -- intervals and report ----------------------------------------------------------------------------------------------
@@ -354,7 +314,7 @@ def test_paired_estimates() -> None:
 
 def section(name: str, axes: dict[str, tuple[Any, ...]], quantity: Any) -> Section:
     shape = [len(points) for points in axes.values()]
-    grids = {model: (Grid(quantity, axes, torch.rand(*shape, 4).double()),) for model in ("native", "fire")}
+    grids = {model: (Grid(quantity, axes, torch.rand(*shape, 4).double()),) for model in ("original", "fire")}
     first = grids["fire"][0].samples
     first[tuple(-1 for _ in shape)] = math.nan
     return Section(name, f"The {name}", "A note.", grids, (2.0, "trained on 2"))
@@ -364,15 +324,14 @@ def test_report_is_complete(tmp_path: Path) -> None:
     report = Report(
         (
             section("perplexity", {"tokens read": (1, 2, 4, 8)}, PERPLEXITY),
-            section("needle", {"depth": (0.0, 1.0), "tokens read": (1, 2)}, successes("whole key", 0.1)),
-            section("tasks", {"task": ("copy", "sort"), "length": (1, 2, 3)}, share("tokens")),
+            section("generation", {"task": ("copy", "sort")}, successes("right answers", 0.1)),
         ),
         {"text": "mine.txt"},
     )
     report.write(tmp_path / "report")
     folder = tmp_path / "report"
     assert sorted(path.name for path in folder.iterdir()) == [
-        "needle.png", "perplexity.png", "report.json", "report.md", "tasks.png",
+        "generation.png", "perplexity.png", "report.json", "report.md",
     ]  # fmt: skip
     assert is_report(folder)
     (folder / "mine.png").touch()
@@ -388,20 +347,18 @@ def test_report_is_complete(tmp_path: Path) -> None:
     again = load(Report, folder / "report.json", "Remove it.")
     assert again.markdown() == report.markdown()
     torch.testing.assert_close(
-        *(each["needle"].models["fire"][0].samples for each in (again, report)), rtol=0, atol=0, equal_nan=True
+        *(each["generation"].models["fire"][0].samples for each in (again, report)), rtol=0, atol=0, equal_nan=True
     )
     (folder / "report.json").write_text(json.dumps(content | {"format_version": 3}))
     with pytest.raises(CheckpointError, match=r"format_version.*Remove it"):
         load(Report, folder / "report.json", "Remove it.")
     text = re.sub(" +", " ", (folder / "report.md").read_text())
     assert "| tokens read | 1 | 2 | 4 | 8 |" in text
-    assert "Whole key (%) by tokens read; guessing gives 10:" in text
-    assert re.search(r"^\| 1.0 \| fire \| .* \| - \|$", text, flags=re.M)
+    assert "Right answers (%) by task; guessing gives 10:" in text
+    assert re.search(r"^\| fire \| .* \| - \|$", text, flags=re.M)
     grids = report["perplexity"].models
-    paired = intervals.of_exponential(grids["fire"][0].samples[0] - grids["native"][0].samples[0])
-    assert f"| fire | {grids['fire'][0].relative_to(grids['native'][0]).quantity.write(paired)}" in text
-    depths = report["needle"].figure()
-    assert [axes.get_ylabel() for axes in depths.axes] == [f"whole key at depth {depth} (%)" for depth in (0.0, 1.0)]
+    paired = intervals.of_exponential(grids["fire"][0].samples[0] - grids["original"][0].samples[0])
+    assert f"| fire | {grids['fire'][0].relative_to(grids['original'][0]).quantity.write(paired)}" in text
     with pytest.raises(ShapeError, match="on axes of"):
         Grid(PERPLEXITY, {"a": (1, 2)}, torch.zeros(3, 4))
 
@@ -424,7 +381,7 @@ def test_long_windows_are_read_in_smaller_batches() -> None:
 @pytest.mark.grid  # it starts processes
 def test_two_processes_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Five windows in batches of two: three batches for two processes.
-    typed = ["eval", "tiny-llama", "--contexts", "64,96", "--measures", "perplexity,needle", "--samples", "5"]
+    typed = ["eval", "tiny-llama", "--contexts", "64,96", "--measures", "perplexity,induction", "--samples", "5"]
     typed += ["--batch-size", "2", "--out"]
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     launcher = ["-m", "accelerate.commands.launch", "--config_file", str(library.find_config("ddp"))]
@@ -443,7 +400,7 @@ def test_command(tmp_path: Path) -> None:
     out = tmp_path / "report"
     arguments = [
         "eval", DIRECTORIES["llama"], f"{DIRECTORIES['llama']}:alibi", "--text", text, "--contexts", "64,128",
-        "--samples", 2, "--measures", "perplexity,needle,induction,mqar,generation", "--out", out,
+        "--samples", 2, "--measures", "perplexity,induction,mqar,generation", "--out", out,
     ]  # fmt: skip
     result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output

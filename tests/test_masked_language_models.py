@@ -186,7 +186,7 @@ def test_what_masked_language_models_cannot_do_is_refused(
         load_data(Data(packing="documents"), tokenizer, length=16, config=config)
     with pytest.raises(RecipeError, match=r"training\.skip_to skips"):
         run.train(recipe(folders, "bert", "training.skip_to=128", "conversion.fit=null"), tmp_path / "run")
-    for measure in ("mqar", "needle", "induction", "generation"):
+    for measure in ("mqar", "induction", "generation"):
         request = Request((str(folders["bert"]),), (measure,), str(text_file(40_000)), contexts=(64,), samples=2)
         with pytest.raises(OptionError, match=f"{measure!r} is not defined for BertForMaskedLM"):
             request.run()

@@ -28,7 +28,7 @@ def evaluate(
     out: Annotated[Path, Option(help="Folder to write; an earlier report is replaced.")] = Path("posenc-eval"),
     # A list without spaces cannot be wrapped and would be cut off in a narrow terminal.
     measures: Annotated[
-        str | None, Option(help="Some of perplexity, needle, induction, mqar, generation. Default: the first four.")
+        str | None, Option(help="Some of perplexity, induction, mqar, generation. Default: the first three.")
     ] = None,
     text: Annotated[
         str | None,

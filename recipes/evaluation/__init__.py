@@ -1,6 +1,6 @@
 """Evaluation of language models: the same measures on the same inputs, side by side.
 
-    report = hf_posenc.evaluate({"native": model, "fire": other}, [ContextPerplexity(ids, (128, 512))])
+    report = hf_posenc.evaluate({"original": model, "fire": other}, [ContextPerplexity(ids, (128, 512))])
     report.write(folder)
 
 Each measure has its own file: `perplexity`, `recall`, `generation`.
@@ -12,7 +12,7 @@ from hf_posenc.recipes.evaluation.generation import Generation
 from hf_posenc.recipes.evaluation.grid import Grid, Quantity
 from hf_posenc.recipes.evaluation.measure import Measure, Workers, evaluate
 from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, context_curve
-from hf_posenc.recipes.evaluation.recall import AssociativeRecall, InductionCopy, NeedleRetrieval
+from hf_posenc.recipes.evaluation.recall import AssociativeRecall, InductionCopy
 from hf_posenc.recipes.evaluation.report import Report, Section
 from hf_posenc.recipes.intervals import Interval
 
@@ -24,7 +24,6 @@ __all__ = [
     "InductionCopy",
     "Interval",
     "Measure",
-    "NeedleRetrieval",
     "Quantity",
     "Report",
     "Section",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_posenc.errors import PositionError
 from hf_posenc.patches.inspection import table_end
-from hf_posenc.recipes.evaluation.grid import Grid, Point, Quantity, share, successes
+from hf_posenc.recipes.evaluation.grid import Grid, Quantity, share, successes
 from hf_posenc.recipes.evaluation.measure import Corruption, Measure, Piece, Workers
 from hf_posenc.recipes.evaluation.perplexity import spread_windows
 from hf_posenc.recipes.evaluation.predictions import answer_predictions, correct
@@ -113,7 +113,6 @@ class Generation(Measure):
             share("agreement"): lambda n: equal[:, :n].mean(dim=1),
             Quantity("tokens before the first other one", "mean"): lambda n: equal.cumprod(dim=1)[:, :n].sum(dim=1),
             share("repeated"): lambda n: _repeated(written[:, :n], inside[:, :n]),
-            Quantity("length", "mean", "tokens"): lambda n: inside[:, :n].sum(dim=1),
         }
         unknown = written.isnan()[:, 0]
         grids = [
@@ -167,21 +166,12 @@ def _repeated(written: Tensor, inside: Tensor) -> Tensor:
 
 
 def compared(original: Sequence[Grid], converted: Sequence[Grid]) -> str:
-    """Compare in one sentence what a converted model and the original write, from the results of `Generation`."""
-    writes = original[0].reads(_WRITTEN)
-
-    def at(index: int, point: Point, *, both: bool = True) -> str:
-        first, other = (f"{of[index].at(point).mean * of[index].quantity.scale:.3g}" for of in (converted, original))
-        return f"{first} ({other})" if both and writes else first
-
-    beginning = ", for which the original has too few positions: "
-    if writes:
-        beginning = (
-            f" (the original's in brackets): {at(0, _WRITTEN, both=False)} % of {_WRITTEN} tokens are the original's, "
-            f"{at(1, _WRITTEN, both=False)} before the first other one; "
-        )
-    tasks = "".join(f"; {task} {at(4, task)} %" for grid in converted[4:] for task in grid.points)
-    return (
-        f"Greedy continuations of {converted[0].samples.shape[-1]} prompts{beginning}"
-        f"{at(2, _WRITTEN)} % of {_GRAM}-grams repeat an earlier one; the length is {at(3, _WRITTEN)} tokens{tasks}."
-    )
+    """Return in one sentence what a converted model and the original write, from the results of `Generation`."""
+    parts = []
+    for before, after in zip(original, converted, strict=True):
+        for point in after.points if "task" in after.axes else (_WRITTEN,):
+            name = f"{point}, {after.quantity.name}" if "task" in after.axes else after.quantity.name
+            own, other = (each.quantity.write(each.at(point)).partition(" ")[0] for each in (after, before))
+            parts.append(f"{name} {own} ({other}) {after.quantity.unit}".rstrip())
+    prompts = converted[0].samples.shape[-1]
+    return f"Greedy continuations of {prompts} prompts (the original's in brackets): {'; '.join(parts)}."

@@ -1,8 +1,7 @@
-"""Results of one measure on one model: samples of a quantity over one or two axes."""
+"""Results of one measure on one model: samples of a quantity over an axis."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 from collections.abc import Mapping
@@ -131,11 +130,11 @@ def share(name: str, guess: float | None = None) -> Quantity:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Samples of one quantity over axes.
+    """Samples of one quantity over an axis.
 
     Attributes:
         quantity: The sampled quantity.
-        axes: Points of each axis, by the name of the axis with its unit.
+        axes: Points of the axis, by its name with its unit. (Files of earlier versions may have two axes.)
         samples: float64 `[*axes, samples]`; NaN where the model cannot be measured, such as beyond its position table.
 
     Raises:
@@ -152,53 +151,45 @@ class Grid:
             raise ShapeError(f"Got samples of shape {list(self.samples.shape)} on axes of {expected} points.")
 
     @property
+    def axis(self) -> str:
+        """Name of the axis, with its unit."""
+        return list(self.axes)[-1]
+
+    @property
     def points(self) -> tuple[Any, ...]:
-        """Points of the last axis."""
-        return list(self.axes.values())[-1]
+        """Points of the axis."""
+        return self.axes[self.axis]
 
     def measured(self) -> int:
-        """Return the number of points on the last axis up to the last one that has samples."""
-        known = (~self.samples.isnan()).movedim(-2, 0).flatten(1).any(1)
+        """Return the number of points up to the last one that has samples."""
+        known = (~self.samples.isnan()).any(-1)
         return int(known.nonzero().max()) + 1 if known.any() else 1
 
     def first(self, count: int) -> Grid:
-        """Return the samples at the first points of the last axis."""
-        name = list(self.axes)[-1]
-        return Grid(self.quantity, {**self.axes, name: self.points[:count]}, self.samples[..., :count, :])
+        """Return the samples at the first points."""
+        return Grid(self.quantity, {self.axis: self.points[:count]}, self.samples[:count])
 
-    def values(self, *place: Point) -> Tensor:
-        """Return the samples at a point of each axis, float64 `[samples]`.
+    def values(self, point: Point) -> Tensor:
+        """Return the samples at a point, float64 `[samples]`; raise `ShapeError` if it is not on the axis."""
+        if point not in self.points or len(self.axes) > 1:
+            also = f", by {', '.join(self.axes)}" * (len(self.axes) > 1)
+            raise ShapeError(f"{self.axis} = {point}: measured were {', '.join(map(str, self.points))}{also}.")
+        return self.samples[self.points.index(point)]
 
-        Raises:
-            ShapeError: The point is not on the axes.
-        """
-        found = self.samples
-        if len(place) != len(self.axes):
-            raise ShapeError(f"Got the point {place}; expected one on each of: {', '.join(self.axes)}.")
-        for point, (axis, points) in zip(place, self.axes.items(), strict=True):
-            if point not in points:
-                raise ShapeError(f"{axis} = {point}: measured were {', '.join(map(str, points))}.")
-            found = found[points.index(point)]
-        return found
+    def at(self, point: Point) -> Interval:
+        """Return the estimate at a point; raise `ShapeError` if it is not on the axis."""
+        return self.quantity.interval(self.values(point))
 
-    def at(self, *place: Point) -> Interval:
-        """Return the estimate at a point of each axis.
+    def write(self, point: Point) -> str:
+        """Return the estimate at a point as text; a dash where nothing could be measured."""
+        return self.quantity.write(self.at(point))
 
-        Raises:
-            ShapeError: The point is not on the axes.
-        """
-        return self.quantity.interval(self.values(*place))
-
-    def write(self, *place: Point) -> str:
-        """Return the estimate at a point of each axis as text; a dash where nothing could be measured."""
-        return self.quantity.write(self.at(*place))
-
-    def reads(self, *place: Point) -> bool:
-        """Whether all samples at a point of each axis are finite."""
-        return bool(self.values(*place).isfinite().all())
+    def reads(self, point: Point) -> bool:
+        """Whether all samples at a point are finite."""
+        return bool(self.values(point).isfinite().all())
 
     def relative_to(self, other: Grid) -> Grid:
-        """Return a perplexity as a share of that of another model, sample by sample: hard text is hard for both.
+        """Return a perplexity as a share of another model's, sample by sample: hard text is hard for both.
 
         Raises:
             ShapeError: The grids differ in axes or number of samples.
@@ -216,31 +207,21 @@ class Grid:
         return RATIO.interval(self.values(context) - self.values(trained))
 
     def estimates(self) -> list[dict[str, Any]]:
-        """Return the estimate at each place as JSON values, in the unit of the quantity."""
-        found = []
-        for place in itertools.product(*self.axes.values()):
-            ends = vars(self.at(*place).times(self.quantity.scale))
-            found.append({**dict(zip(self.axes, place, strict=True)), **{name: _plain(ends[name]) for name in ends}})
-        return found
+        """Return the estimate at each point as JSON values, in the unit of the quantity."""
+        found = ((point, self.at(point).times(self.quantity.scale)) for point in self.points)
+        return [{self.axis: point, **{name: _plain(end) for name, end in vars(ends).items()}} for point, ends in found]
 
 
 def table(grids: Mapping[str, Grid], caption: str | None = None, corner: str | None = None) -> Table:
-    """Return a table of one quantity with a row per model; with two axes, a row per model and point of the first axis.
+    """Return a table of one quantity with a row per model, which ends where no model was measured.
 
-    The corner is the heading of the names, by default the last axis. The table ends where no model was measured.
+    The corner is the heading of the names, by default the axis.
     """
     first = next(iter(grids.values())).first(max(grid.measured() for grid in grids.values()))
-    quantity, *outer, (axis, points) = first.quantity, *first.axes.items()
+    quantity = first.quantity
     if caption is None:
         guess = "" if quantity.guess is None else f"; guessing gives {quantity.guess * quantity.scale:.3g}"
-        caption = f"{quantity.label[0].upper()}{quantity.label[1:]} by {axis}{guess}:"
-    rows = [
-        [*map(_heading, place), model, *(grid.write(*place, point) for point in points)]
-        for place in itertools.product(*(places for _, places in outer))
-        for model, grid in grids.items()
-    ]
-    return Table([*(name for name, _ in outer), corner or axis, *map(_heading, points)], rows, caption=caption)
-
-
-def _heading(point: Point) -> str:
-    return f"{point:,}" if isinstance(point, int) else str(point)
+        caption = f"{quantity.label[0].upper()}{quantity.label[1:]} by {first.axis}{guess}:"
+    heads = [f"{point:,}" if isinstance(point, int) else str(point) for point in first.points]
+    rows = [[model, *(grid.write(point) for point in first.points)] for model, grid in grids.items()]
+    return Table([corner or first.axis, *heads], rows, caption)

@@ -6,7 +6,7 @@ Runs (`measurements.json`), evaluations (`report.json`) and comparisons (`result
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -69,21 +69,8 @@ class Section:
         return render("section", section=self)
 
     def figure(self) -> Figure:
-        """Return lines over the last axis, a panel for each quantity and point of another axis."""
-        panels = [panel(part, self.mark) for grids in self.quantities() for part in _by_first_axis(grids)]
-        return lines_figure(self.title, panels)
-
-
-def _by_first_axis(grids: dict[str, Grid]) -> Iterator[dict[str, Grid]]:
-    """Yield the grids at each point of their first axis, if they have two."""
-    whole = next(iter(grids.values()))
-    (first, places), *last = whole.axes.items()
-    if not last:
-        yield grids
-        return
-    for index, place in enumerate(places):
-        quantity = replace(whole.quantity, name=f"{whole.quantity.name} at {first} {place}")
-        yield {name: Grid(quantity, dict(last), grid.samples[index]) for name, grid in grids.items()}
+        """Return a panel of lines for each quantity, over its axis."""
+        return lines_figure(self.title, [panel(grids, self.mark) for grids in self.quantities()])
 
 
 def panel(grids: dict[str, Grid], mark: Mark | None) -> Panel:
@@ -92,7 +79,7 @@ def panel(grids: dict[str, Grid], mark: Mark | None) -> Panel:
     quantity, scale = first.quantity, first.quantity.scale
     return Panel(
         lines={name: [(point, grid.at(point).times(scale)) for point in grid.points] for name, grid in grids.items()},
-        x=list(first.axes)[-1],
+        x=first.axis,
         y=quantity.label,
         is_log=quantity.estimator == "exponential",
         top=100.0 if quantity.unit == "%" and quantity.estimator != "exponential" else None,

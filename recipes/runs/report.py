@@ -18,6 +18,7 @@ from hf_posenc.patches.model_card import TASKS, base_and_licence, encoding_secti
 from hf_posenc.recipes.data.sources import BUILTIN
 from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, Grid, table
 from hf_posenc.recipes.evaluation.perplexity import TARGETS
+from hf_posenc.recipes.evaluation.recall import RECALLS
 from hf_posenc.recipes.evaluation.report import Section, panel
 from hf_posenc.recipes.evaluation.verdict import CONTROL, ORIGINAL, Verdict, nearest
 from hf_posenc.recipes.intervals import Interval
@@ -45,12 +46,8 @@ class Results:
     verdict: Verdict | None = None
     control: Measurements | None = None
 
-    def models(self) -> dict[str, Grid]:
-        """Return the measured models by their name in table and picture."""
-        return {name: grid for name, (grid, _) in self.measured().items()}
-
-    def measured(self) -> dict[str, tuple[Grid, Mapping[str, Grid]]]:
-        """Return perplexities of the measured models by their name, and what they copy and recall."""
+    def measured(self) -> dict[str, dict[str, Grid]]:
+        """Return the results of the measured models, by their name in table and picture, then by measure."""
         name, steps = self.facts.encoding, max((step for step, _ in self.measurements.course()), default=0)
         sources = {
             ORIGINAL: (self.measurements, ORIGINAL),
@@ -60,28 +57,30 @@ class Results:
         }
         if name is None:
             del sources[f"{name}, before training"]  # It is the original again.
-        found: dict[str, tuple[Grid, Mapping[str, Grid]]] = {}
-        for label, (source, which) in sources.items():
-            grid = None if source is None else source.curve(which)
-            if source is not None and grid is not None:
-                found[label] = (grid, source.recalls(which))
-        return found
+        found = {label: {} if source is None else source.results(which) for label, (source, which) in sources.items()}
+        return {label: results for label, results in found.items() if results}
+
+    def models(self) -> dict[str, Grid]:
+        """Return the perplexities of the measured models."""
+        return {name: results["perplexity"] for name, results in self.measured().items()}
 
     def recalls(self) -> list[Table]:
         """Return the table of what the models copy and recall; none without."""
-        rows, first = self.measured(), self.measurements.recalls(ORIGINAL) or self.measurements.recalls("after")
-        if not first:
+        known = {
+            name: grid for results in self.measured().values() for name, grid in results.items() if name in RECALLS
+        }
+        if not known:
             return []
-        grid = next(iter(first.values()))
+        grid = next(iter(known.values()))
         caption = (
             f"Share of random tokens copied, and of values recalled by their keys (%), in {grid.samples.shape[-1]} "
             f"sequences of {grid.points[0]:,} tokens:"
         )
-        cells = {
-            label: [own[name].write(*own[name].points) if name in own else "-" for name in first]
-            for label, (_, own) in rows.items()
-        }
-        return [Table(["", *first], [[label, *row] for label, row in cells.items()], caption=caption)]
+        rows = [
+            [label, *(results[name].write(results[name].points[0]) if name in results else "-" for name in known)]
+            for label, results in self.measured().items()
+        ]
+        return [Table(["", *known], rows, caption)]
 
     def losses(self) -> list[tuple[int, float]]:
         """Return steps and losses on the text; a mixed loss would rise while its teacher fades."""

@@ -25,7 +25,7 @@ from hf_posenc.recipes.data.windows import encode
 from hf_posenc.recipes.evaluation.generation import Generation
 from hf_posenc.recipes.evaluation.measure import Corruption, Measure, evaluate
 from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, contexts_for
-from hf_posenc.recipes.evaluation.recall import AssociativeRecall, InductionCopy, NeedleRetrieval
+from hf_posenc.recipes.evaluation.recall import AssociativeRecall, InductionCopy
 from hf_posenc.recipes.evaluation.report import Report
 from hf_posenc.recipes.evaluation.text import ordinary_tokens, read_text, token_ids
 from hf_posenc.recipes.goals import read_recipe
@@ -34,9 +34,9 @@ from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.reports import versions
 from hf_posenc.recipes.schema.recipe import Data
 
-MEASURES = ("perplexity", "needle", "induction", "mqar", "generation")
+MEASURES = ("perplexity", "induction", "mqar", "generation")
 # Measures by default, of causal models and of others.
-_CAUSAL, _OTHER = ("perplexity", "needle", "induction", "mqar"), ("perplexity",)
+_CAUSAL, _OTHER = ("perplexity", "induction", "mqar"), ("perplexity",)
 # Assumed trained length where the config gives none.
 _USUAL_LENGTH = 512
 # Characters of text on which tokenizers are compared, and documents that they come from at most.
@@ -218,7 +218,6 @@ class Request:
         even = list(dict.fromkeys(context // 2 * 2 for context in contexts))
         known: dict[str, Callable[[], Measure]] = {
             "perplexity": lambda: ContextPerplexity(ids, contexts, windows=self.samples, corrupt=corrupt, **length),
-            "needle": lambda: NeedleRetrieval(ids, contexts, symbols=symbols, **drawn),
             "induction": lambda: InductionCopy(symbols, even, **drawn, **length),
             "mqar": lambda: AssociativeRecall(symbols, contexts, **drawn, **length),
             "generation": lambda: Generation(ids, tokenizer, corrupt=corrupt, **drawn),
