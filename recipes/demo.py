@@ -44,9 +44,8 @@ def run(folder: Path, console: Console, *, scheme: str, steps: int, windows: int
         scheme[:LABEL]: (outcome.measurements, "after"),
     }
     for label, (found, which) in rows.items():
-        grid, recalls = found.curve(which), found.recalls(which)
-        assert grid is not None
-        lines = [heading(grid, recalls)] * (label == "original") + [line(label, grid, recalls)]
+        results = found.results(which)
+        lines = [heading(results)] * (label == "original") + [line(label, results)]
         for text in lines:
             console.print(text, highlight=False, markup=False, soft_wrap=True)
     # Its advice names keys of recipes, which the demo does not take.

@@ -44,7 +44,7 @@ def test_measurements_come_back_bit_equal(tmp_path: Path) -> None:
     given = {ORIGINAL: grid(1.0), 20: grid(3.0), 0: grid(2.0), 100: Grid(PERPLEXITY, grid().axes, odd)}
     for key, value in given.items():
         assert (written.curve("after") is None) == (20 not in written._grids)
-        written.record(key, value)
+        written.record(key, {"perplexity": value})
     before = path.read_bytes()
     for read in (Measurements.load(path), Measurements.load(path, writes=False)):
         for key, value in given.items():
@@ -57,7 +57,7 @@ def test_measurements_come_back_bit_equal(tmp_path: Path) -> None:
             assert read.curve(name) is read.at(key)
         assert read.at(1) is None
     # Other processes read and do not write.
-    read.record(7, grid())
+    read.record(7, {"perplexity": grid()})
     assert read.at(7) is not None
     assert path.read_bytes() == before
 
@@ -141,10 +141,10 @@ def measured(path: Path, *, every: int, begin: int = 0, until: int | None = None
     taken: list[Grid] = []
     out = io.StringIO()
 
-    def measure(model: Any) -> tuple[Grid, dict[str, Grid]]:
+    def measure(model: Any) -> dict[str, Grid]:
         torch.rand(3)  # an evaluation may draw
         taken.append(grid())
-        return taken[-1], {}
+        return {"perplexity": taken[-1]}
 
     state, console = TrainerState(max_steps=6, global_step=begin), Console(file=out, width=100)
     measuring = Measuring(Measurements.load(path), measure, every=every, console=console)
@@ -176,7 +176,9 @@ def test_when_it_measures_and_nothing_twice(tmp_path: Path) -> None:
 
 def test_the_rows() -> None:
     out = io.StringIO()
-    measuring = Measuring(Measurements(), lambda model: (wanted.pop(0), {}), console=Console(file=out, width=30))
+    measuring = Measuring(
+        Measurements(), lambda model: {"perplexity": wanted.pop(0)}, console=Console(file=out, width=30)
+    )
     wanted = [
         Grid(PERPLEXITY, {"tokens read": (64, 2048)}, torch.tensor(rows, dtype=torch.float64).log())
         for rows in ([[2.25], [math.nan]], [[3.5], [1234.4]])
@@ -192,8 +194,8 @@ def test_the_rows() -> None:
 
 
 def test_a_handover_starts_at_the_native_model_and_ends_without_it(tmp_path: Path) -> None:
-    def measure(model: Any) -> tuple[Grid, dict[str, Grid]]:
-        return context_curve(model, text(400), (64, 128), windows=2), {}
+    def measure(model: Any) -> dict[str, Grid]:
+        return {"perplexity": context_curve(model, text(400), (64, 128), windows=2)}
 
     model = stock("llama")
     measurements = Measurements()
@@ -204,5 +206,5 @@ def test_a_handover_starts_at_the_native_model_and_ends_without_it(tmp_path: Pat
     Trainer(model, given, train_dataset=windows("llama", 4), callbacks=callbacks).train()
     native, before, after = map(measurements.curve, ("original", "before", "after"))
     assert torch.allclose(native.samples, before.samples, atol=1e-4)
-    assert torch.equal(after.samples, measure(model)[0].samples)
+    assert torch.equal(after.samples, measure(model)["perplexity"].samples)
     assert not torch.allclose(native.samples, after.samples, atol=1e-2)

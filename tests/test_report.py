@@ -41,8 +41,9 @@ LOG = [{"step": 1, "loss": 4.5, "learning_rate": 1e-3}, {"step": 200, "loss": 2.
 PNG = b"\x89PNG"
 
 
-def losses(*rows: tuple[float, float]) -> Grid:
-    return Grid(PERPLEXITY, {"tokens read": (64, 128, 1024)}, torch.tensor(rows, dtype=torch.float64))
+def losses(*rows: tuple[float, float]) -> dict[str, Grid]:
+    grid = Grid(PERPLEXITY, {"tokens read": (64, 128, 1024)}, torch.tensor(rows, dtype=torch.float64))
+    return {"perplexity": grid}
 
 
 def measured(course: bool = False) -> Measurements:
@@ -253,8 +254,8 @@ def two_models(native: float, after: float, *, far: float = 3.0, noise: float = 
     wobble = noise * (-1.0) ** torch.arange(count)
     found = Measurements()
     axes = {"tokens read": (128, 1024)}
-    found.record(ORIGINAL, Grid(PERPLEXITY, axes, torch.stack([windows + native, windows + 5.0])))
-    found.record(200, Grid(PERPLEXITY, axes, torch.stack([windows + after + wobble, windows + far])))
+    for key, rows in ((ORIGINAL, [native, 5.0]), (200, [after + wobble, far])):
+        found.record(key, {"perplexity": Grid(PERPLEXITY, axes, torch.stack([windows + row for row in rows]))})
     return found
 
 
@@ -296,8 +297,7 @@ def able(found: Measurements, name: str, key: str | int, share: float, count: in
     """Record what a model copies or recalls: a share of the tokens of sequences that are hard and easy."""
     samples = (share + torch.linspace(-0.1, 0.1, count, dtype=torch.float64)).clamp(0, 1)[None]
     length = {"tokens read": (128,)}
-    grids = found.recalls(key) | {name: Grid(shares("right tokens", 1 / 64), length, samples)}
-    found.record(key, found.at(key), **grids)
+    found.record(key, found.results(key) | {name: Grid(shares("right tokens", 1 / 64), length, samples)})
 
 
 @pytest.mark.parametrize("name", list(RECALLS))
@@ -388,7 +388,7 @@ def test_the_control_is_found_beside_the_run(tmp_path: Path) -> None:
         (tmp_path / name / layout.MODEL).mkdir(parents=True)
         (tmp_path / name / layout.RECIPE).write_text(each.text(), encoding="utf-8")
         written = Measurements(tmp_path / name / layout.MEASUREMENTS)
-        written.record(ORIGINAL, two_models(len(name), 2.0).at(ORIGINAL))
+        written.record(ORIGINAL, two_models(len(name), 2.0).results(ORIGINAL))
     found = advice.control_of(tmp_path / "fire", recipe, "it")
     assert torch.equal(found.at(ORIGINAL).samples, two_models(len("z-control"), 2.0).at(ORIGINAL).samples)
     assert advice.control_of(tmp_path / "b-yarn", recipes["b-yarn"], "it") is not None

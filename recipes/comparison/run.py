@@ -151,7 +151,7 @@ def compare(
         training=f"{counted(budget, 'step')} of {tokens:,} tokens",
         recommendation=recommendation if len(found) > 1 else None,
         failed=[f"{name}: {reason}" for name, reason in failed.items()],
-        starts=_starts({name: recipes[name] for name in found}, config, folder / RUNS, differences(recipes)),
+        starts=_starts({name: recipes[name] for name in found}, config, folder / RUNS),
         made=[f"{name}: {value}" for name, value in made.items()],
     )
     return Comparison(folder, {ORIGINAL: original, **found}, failed, recommendation)
@@ -307,26 +307,12 @@ def _usual(config: Any) -> list[str]:
     return [name for name, info in registry.schemes().items() if info.usual and direction in info.directions]
 
 
-def differences(recipes: Mapping[str, Recipe]) -> dict[str, str]:
-    """Return the keys in which the schemes of a comparison differ from each other, in words, by name."""
-    found = {name: recipe.flat() for name, recipe in recipes.items() if name != CONTROL}
-    first, *others = found.values()
-    told = {"summary", "conversion.scheme"}
-    differing = [key for key in first if key not in told and any(own[key] != first[key] for own in others)]
-    usual = Recipe(model=CONTROL, conversion=Conversion(scheme=None)).flat()
-    words = {
-        name: ", ".join(f"{key}={own[key]}" for key in differing if own[key] != usual[key]) or "-"
-        for name, own in found.items()
-    }
-    return {CONTROL: "no scheme, no teacher", **words}
-
-
 # -- the report --------------------------------------------------------------------------------------------------------
 
 
-def _starts(recipes: Mapping[str, Recipe], config: Any, runs: Path, differing: Mapping[str, str]) -> Table:
+def _starts(recipes: Mapping[str, Recipe], config: Any, runs: Path) -> Table:
     """Return the table of how models started, and of what schemes add."""
-    header = ["", "new parameters", "more cache (bytes per token)", "at the start (times)", "start", "own settings"]
+    header = ["", "new parameters", "more cache (bytes per token)", "at the start (times)", "start"]
     rows = []
     for name, recipe in recipes.items():
         conversion, added = recipe.conversion, ["-", "-"]
@@ -340,7 +326,7 @@ def _starts(recipes: Mapping[str, Recipe], config: Any, runs: Path, differing: M
         multiple = "-"
         if before is not None and original is not None:
             multiple = f"{before.relative_to(original).at(before.points[0]).mean:.3g}"
-        rows.append([name, *added, multiple, record_of(runs / name).get("start", ""), differing[name]])
+        rows.append([name, *added, multiple, record_of(runs / name).get("start", "")])
     return Table(header, rows)
 
 

@@ -53,11 +53,17 @@ def context_curve(
     """
     measure = ContextPerplexity(ids, contexts, **options)
     (found,) = measure(model, Workers(batch_size=batch_size, alone=True))
-    if bool(found.samples.isnan().all()):
-        raise PositionError(
-            f"{type(model).__name__} can read none of {', '.join(map(str, found.points))} tokens. Give shorter ones."
-        )
+    check_read(model, found)
     return found
+
+
+def check_read(model: Any, perplexity: Grid) -> None:
+    """Raise a `PositionError` if a model can read none of the contexts."""
+    if bool(perplexity.samples.isnan().all()):
+        raise PositionError(
+            f"{type(model).__name__} can read none of {', '.join(map(str, perplexity.points))} tokens. Give shorter "
+            "ones."
+        )
 
 
 def spread_windows(ids: Tensor, length: int, windows: int, *, targets: int) -> Tensor:

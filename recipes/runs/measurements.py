@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,14 +10,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
 from transformers import TrainerCallback
 
 from hf_posenc.patches.atomic_files import reading
 from hf_posenc.recipes.data.windows import Prepared
 from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.evaluation.measure import Workers
-from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, context_curve, contexts_for, windows_for
+from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, check_read, contexts_for, windows_for
 from hf_posenc.recipes.evaluation.recall import RECALLS, InductionCopy, recalls_for
 from hf_posenc.recipes.evaluation.report import Report, Section
 from hf_posenc.recipes.evaluation.text import ordinary_tokens
@@ -32,31 +30,25 @@ _PERPLEXITY = ContextPerplexity.name
 LABEL, _CELL = 16, 9
 _NOTE = "The same held-out windows and sequences, by model or optimizer step of the converted one."
 
-# A function that measures perplexity, and how a model copies and recalls, by `RECALLS`.
-Measure = Callable[[Any], tuple[Grid, Mapping[str, Grid]]]
+# A function that measures a model, and returns the results by name: perplexity, and `RECALLS` of causal models.
+Measure = Callable[[Any], Mapping[str, Grid]]
 
 
 @dataclass(frozen=True, eq=False)
 class Suite:
-    """What a run measures: perplexity on held-out text, and for causal models copying and recalling.
+    """The measures of a run: perplexity on held-out text, and for causal models copying and recalling.
 
     Attributes:
-        ids: Held-out text, int64 `[tokens]`.
-        contexts: Context lengths.
-        options: Further arguments of `ContextPerplexity`.
-        abilities: Measures by `RECALLS`.
+        measures: The measures by name, perplexity first.
         notes: Contexts that are left out, with the reasons.
     """
 
-    ids: Tensor
-    contexts: tuple[int, ...]
-    options: Mapping[str, Any]
-    abilities: Mapping[str, InductionCopy]
+    measures: Mapping[str, ContextPerplexity | InductionCopy]
     notes: tuple[str, ...]
 
     @classmethod
     def of(cls, evaluation: Evaluation, config: Any, tokenizer: Any, data: Prepared, length: int, own: int) -> Suite:
-        """Return what is measured of a model of a trained length, after a training in windows of `length`.
+        """Return the measures of a model of a trained length, after a training in windows of `length`.
 
         Raises:
             RecipeError: The text is too short, or a context.
@@ -67,21 +59,19 @@ class Suite:
         if windows < evaluation.windows:
             notes = (f"measured in {windows} windows: the held-out text has {tokens:,} tokens", *notes)
         symbols = ordinary_tokens(data.held_out, tokenizer.all_special_ids)
-        abilities = recalls_for(config, symbols, min(own, length), samples=evaluation.windows)
-        return cls(data.held_out, contexts, {"windows": windows, "corrupt": data.corrupt}, abilities, notes)
+        perplexity = ContextPerplexity(data.held_out, contexts, windows=windows, corrupt=data.corrupt)
+        recalls = recalls_for(config, symbols, min(own, length), samples=evaluation.windows)
+        return cls({_PERPLEXITY: perplexity, **recalls}, notes)
 
-    def curve(self, model: Any) -> Grid:
-        """Return the perplexity of a model."""
-        return context_curve(model, self.ids, self.contexts, **self.options)
-
-    def recalls(self, model: Any) -> dict[str, Grid]:
-        """Return the shares of tokens that a model copies and recalls."""
-        return {name: measure(model, Workers(alone=True))[0] for name, measure in self.abilities.items()}
+    def results(self, model: Any) -> dict[str, Grid]:
+        """Measure a model in each process alone; raise `PositionError` if it can read none of the contexts."""
+        found = {name: measure(model, Workers(alone=True))[0] for name, measure in self.measures.items()}
+        check_read(model, found[_PERPLEXITY])
+        return found
 
     def seconds(self, model: Any) -> float:
         """Estimate how long one model takes."""
-        measures = (ContextPerplexity(self.ids, self.contexts, **self.options), *self.abilities.values())
-        return sum(measure.seconds(model) for measure in measures)
+        return sum(measure.seconds(model) for measure in self.measures.values())
 
 
 class Measurements:
@@ -113,9 +103,9 @@ class Measurements:
                         measurements._grids.setdefault(key, {})[section.name] = grid
         return measurements
 
-    def record(self, key: str | int, grid: Grid, **recalls: Grid) -> None:
-        """Keep what was measured of the `ORIGINAL` model, or of the converted one after some steps; write the file."""
-        self._grids[key] = {_PERPLEXITY: grid, **recalls}
+    def record(self, key: str | int, results: Mapping[str, Grid]) -> None:
+        """Keep the results of the `ORIGINAL`, or of the converted model after some steps; write the file."""
+        self._grids[key] = dict(results)
         if self._path is not None:
             titles = {_PERPLEXITY: ContextPerplexity.title, **{name: each.title for name, each in RECALLS.items()}}
             models = {str(key) if key == ORIGINAL else f"step {key}": grids for key, grids in self._grids.items()}
@@ -145,10 +135,6 @@ class Measurements:
         """Return all that was measured of a curve, or after some steps, by the name of the measure."""
         return self._grids.get(self._key(name) if isinstance(name, str) else name, {})
 
-    def recalls(self, name: str | int) -> dict[str, Grid]:
-        """Return what a model copies and recalls, by `RECALLS`."""
-        return {each: grid for each, grid in self.results(name).items() if each != _PERPLEXITY}
-
     def _key(self, name: str) -> str | int:
         if name == ORIGINAL:
             return name
@@ -156,20 +142,22 @@ class Measurements:
         return 0 if name == "before" else last or -1
 
 
-def heading(grid: Grid, recalls: Mapping[str, Grid]) -> str:
+def heading(results: Mapping[str, Grid]) -> str:
     """Return the heading of lines in the terminal."""
-    names = [*(f"{context:,}" for context in grid.points), *recalls]
+    names = [*(f"{context:,}" for context in results[_PERPLEXITY].points), *_recalls(results)]
     return f"{'tokens read':<{LABEL}}" + "".join(f"{name:>{_CELL}}" for name in names)
 
 
-def line(label: str, grid: Grid, recalls: Mapping[str, Grid]) -> str:
+def line(label: str, results: Mapping[str, Grid]) -> str:
     """Return a line: perplexity by length, and what is copied and recalled in %."""
-    means = [grid.at(context).mean for context in grid.points]
-    cells = ["-" if math.isnan(mean) else f"{mean:.4g}" for mean in means]
-    for found in recalls.values():
-        share = found.at(*found.points).times(found.quantity.scale).mean
-        cells.append("-" if math.isnan(share) else f"{share:.3g} %")
-    return f"{label:<{LABEL}}" + "".join(f"{cell:>{_CELL}}" for cell in cells)
+    grid = results[_PERPLEXITY]
+    cells = [f"{grid.at(context).mean:.4g}" for context in grid.points]
+    cells += [f"{100 * each.at(each.points[0]).mean:.3g} %" for each in _recalls(results).values()]
+    return f"{label:<{LABEL}}" + "".join(f"{'-' if 'nan' in cell else cell:>{_CELL}}" for cell in cells)
+
+
+def _recalls(results: Mapping[str, Grid]) -> dict[str, Grid]:
+    return {name: grid for name, grid in results.items() if name in RECALLS}
 
 
 class Measuring(TrainerCallback):
@@ -201,26 +189,24 @@ class Measuring(TrainerCallback):
 
     def take(self, key: str | int, model: Any) -> Grid:
         """Measure a model unless it was measured before; print and return its perplexity."""
-        grid = self._measurements.at(key)
-        if grid is None:
+        if self._measurements.at(key) is None:
             if self._console is not None and not self._has_heading:
                 # It may take minutes, before the first step.
                 self._console.print("measuring on held-out text ...", highlight=False)
             devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
             with torch.random.fork_rng(devices=devices):
-                grid, recalls = self._measure(model)
-            self._measurements.record(key, grid, **recalls)
-        self._print(key, grid)
-        return grid
+                self._measurements.record(key, self._measure(model))
+        self._print(key)
+        return self._measurements.results(key)[_PERPLEXITY]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Measure before the first step; in a resumed run, print the earlier measurements."""
         if state.global_step == 0:
             self.begin(model)
         else:
-            for step, grid in self._measurements.course():
+            for step, _ in self._measurements.course():
                 if step <= self._begins + state.global_step:
-                    self._print(step, grid)
+                    self._print(step)
 
     def begin(self, model: Any) -> None:
         """Measure before the first step."""
@@ -238,13 +224,13 @@ class Measuring(TrainerCallback):
         """Measure after the last step."""
         self.take(self._begins + state.global_step, model)
 
-    def _print(self, key: str | int, grid: Grid) -> None:
+    def _print(self, key: str | int) -> None:
         if self._console is None:
             return
-        recalls = self._measurements.recalls(key)
-        lines = [(line(str(key) if key == ORIGINAL else f"step {key}", grid, recalls), "")]
+        results = self._measurements.results(key)
+        lines = [(line(key if isinstance(key, str) else f"step {key}", results), "")]
         if not self._has_heading:
-            lines.insert(0, (heading(grid, recalls), "bold"))
+            lines.insert(0, (heading(results), "bold"))
         for text, style in lines:
             self._console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
         self._has_heading = True

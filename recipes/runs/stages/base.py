@@ -122,10 +122,10 @@ class Context:
         if processes().is_main_process:
             storage.save({**files.record_of(self.folder), **asdict(facts), **entries}, self.folder / RUN)
 
-    def measure(self, model: Any) -> tuple[Grid, dict[str, Grid]]:
+    def measure(self, model: Any) -> dict[str, Grid]:
         """Return the perplexity of a model, and how it copies and recalls."""
         with self.case.precise():
-            return self.case.suite.curve(model), self.case.suite.recalls(model)
+            return self.case.suite.results(model)
 
 
 @dataclass
