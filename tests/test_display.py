@@ -14,16 +14,13 @@ from typing import Any
 
 import pytest
 from models import arguments, stock, windows
-from peft import get_peft_model
 from rich.console import Console
 from transformers import Trainer, TrainerControl, TrainerState
 
 import hf_posenc
-from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.runs.facts import Facts, print_header
 from hf_posenc.recipes.runs.progress import Progress
-from hf_posenc.recipes.runs.stages import training
-from hf_posenc.recipes.schema.recipe import Adapter, Conversion, Data, Distillation, Recipe, Training
+from hf_posenc.recipes.schema.recipe import Conversion, Data, Distillation, Recipe, Training
 
 RECIPE = Recipe(
     model="tiny-llama",
@@ -85,45 +82,6 @@ def test_header() -> None:
     assert "(1 step x 1 window x 128 tokens)" in shown(facts_with(training={"steps": 1, "batch_size": 1}))
 
 
-@pytest.mark.parametrize(
-    ("name", "keys", "said"),
-    [
-        ("training", [], "training: 5 steps x 1 window, rates 0.1 and 0.2 (scheme)"),
-        ("training", ["adapter=scheme", "native=keep"], "training: 5 steps x 1 window, rate 0.2 (scheme)"),
-        (
-            "transfer",
-            ["transfer={steps: 5, learning_rate: 0.1, scheme_learning_rate: 0.2}"],
-            "attention transfer: 5 steps x 1 window, rates 0.1 and 0.2 (scheme)",
-        ),
-    ],
-)
-def test_stages_name_the_rates_of_what_they_train(name: Any, keys: list[str], said: str) -> None:
-    settings = ["scheme=kerple", "steps=5", "batch_size=1", "learning_rate=0.1", "scheme_learning_rate=0.2"]
-    stages = {stage.section: stage for stage in training(read_recipe("swap", [*settings, *keys]))}
-    assert stages[name].describe(stock("llama"), has_new=True) == said
-
-
-def test_header_of_two_stacks_a_control_and_a_stream() -> None:
-    stacks = dataclasses.replace(
-        facts_with(distillation=Distillation()),
-        layers={"encoder": 3, "decoder": 4},
-        options={"encoder": {"init": "zero"}, "decoder": {"init": "[x]"}},
-        data_tokens=None,
-        cautions=(),
-    )
-    lines = shown(stacks).splitlines()
-    assert "scheme           fire on 3 encoder layers and 4 decoder layers" in lines
-    assert "options encoder  init='zero'" in lines
-    assert "options decoder  init='[x]'" in lines  # no markup
-    assert "data             builtin" in lines
-    assert not [line for line in lines if line.startswith(("teacher", "caution"))]
-    control = shown(dataclasses.replace(facts_with(conversion={"scheme": None}), options={}, layers={}))
-    assert "scheme   none (the model's own encoding)" in control
-    assert "options" not in control
-    assert "trained on" in control
-    assert "trained on" not in shown(dataclasses.replace(FACTS, states_length=False))
-
-
 def recipe(conversion: dict[str, Any] | None = None, **sections: Any) -> Recipe:
     return Recipe(model="tiny-llama", conversion=Conversion(**{"scheme": "fire", **(conversion or {})}), **sections)
 
@@ -179,26 +137,6 @@ def test_fate_and_start(conversion: dict[str, Any], fate: str, start: str) -> No
     assert (found.fate, found.start) == (fate, start)
 
 
-def test_a_near_start_says_how_near() -> None:
-    given, model = recipe({"scheme": "fox", "native": "keep"}), stock("llama")
-    planned = hf_posenc.plan(model, "fox", native="keep")
-    assert planned.start_tolerance
-    patched = hf_posenc.patch(model, "fox", native="keep")
-    found = Facts.of(patched, given, planned, trained_length=128, data_tokens=None)
-    assert found.start == f"near with native kept (logits of attention within {planned.start_tolerance:g})"
-
-
-def test_teacher_and_adapter_in_words() -> None:
-    found = facts_of(recipe(distillation=Distillation(share=0.5, hidden=2.0, until=0.3)))
-    assert found.teacher == ("the original (loss weight 0.5, hidden-state weight 2, fading to zero by 30% of training)")
-    assert facts_of(recipe(adapter=Adapter(kind="lora", rank=4))).trained == "LoRA of rank 4 and the scheme's weights"
-    config = hf_posenc.PosencLoraConfig(target_modules=[], task_type="CAUSAL_LM")
-    under = get_peft_model(hf_posenc.patch(stock("llama"), "fire"), config)
-    found = facts_of(recipe(adapter=Adapter(kind="scheme")), under)
-    assert (found.trained, found.architecture) == ("the scheme's weights alone", "llama")
-    assert 0 < found.trained_parameters == found.new_parameters < found.parameters
-
-
 # -- the bar -----------------------------------------------------------------------------------------------------------
 
 
@@ -243,20 +181,6 @@ def test_few_lines_and_none_without_a_console(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == ""
     assert silent.pace.steps == 5  # the first is not timed
     assert silent.pace.tokens == pytest.approx(TOKENS / silent.pace.seconds)
-
-
-def test_the_perplexity_is_that_of_text() -> None:
-    out = io.StringIO()
-    progress = Progress(Console(file=out, width=200), TOKENS, text="text_loss", interval=0)
-    state, control = TrainerState(max_steps=10**22), TrainerControl()  # no calendar has an end so late
-    progress.on_train_begin(None, state, control)
-    for logs in ({"loss": 4.0}, {"loss": 1.0, "text_loss": 2.0}, {"train_runtime": 1.0}):
-        progress.on_log(None, state, control, logs=logs)
-    progress.on_train_end(None, state, control)
-    first, second, third = out.getvalue().splitlines()
-    assert "loss 4.000, 0:00" in first  # no perplexity: with a teacher the loss is none of text
-    assert "loss 1.000 (2.000 on the text), perplexity 7.389" in second
-    assert "loss 1.000 (2.000 on the text), perplexity 7.389" in third
 
 
 def test_a_bar_in_a_terminal_that_is_in_order_afterwards() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import sys
 from io import BytesIO
 from pathlib import Path
 
@@ -86,32 +84,3 @@ def test_links_lead_somewhere(page: Path) -> None:
         if anchor:
             headings = re.findall(r"^#+ (.*)$", (page.parent / file).read_text(encoding="utf-8"), flags=re.M)
             assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def test_the_command_finds_and_repairs_a_stale_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page, index = tmp_path / "nope.md", tmp_path / "README.md"
-    monkeypatch.setattr(script, "PAGES", tmp_path)
-    monkeypatch.setattr(script, "INDEX", index)
-    known = hf_posenc.schemes()
-    monkeypatch.setattr(hf_posenc, "schemes", lambda: {"nope": known["nope"]})
-    shutil.copy(PAGES / "README.md", index)
-    whole = (PAGES / "nope.md").read_text(encoding="utf-8")
-    stale = whole.replace("| Family | absolute |", "| Family | rotary |")
-    page.write_text(stale, encoding="utf-8")
-
-    def build(*options: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["build_pages.py", *options])
-        script.main()
-
-    with pytest.raises(SystemExit, match="2 of the pages are out of date"):
-        build("--check")
-    assert page.read_text(encoding="utf-8") == stale
-    build()
-    assert page.read_text(encoding="utf-8") == whole
-    build("--check")
-    assert capsys.readouterr().out.endswith("nope.md: up to date\nREADME.md: up to date\n")
-    page.write_text("# NoPE\n", encoding="utf-8")
-    with pytest.raises(SystemExit, match="needs the markers"):
-        build()

@@ -208,25 +208,12 @@ def test_a_scheme_declares_a_picture_of_its_own(monkeypatch: pytest.MonkeyPatch)
         draw(llama("kerple"), "first")
 
 
-def test_random_schemes_are_drawn_as_they_are_evaluated() -> None:
-    model = llama("cape").train()
-    np.testing.assert_array_equal(*(heights(only(model, "bias")[0]) for _ in range(2)))
-    assert model.training
-
-
 def test_gates_are_those_of_the_model() -> None:
     model = llama("fox")
     for layer, axes in enumerate(only(model, "gates")):
         gate = scheme_of(model, layer).fgate_proj(operands(model, layer)[0])[0].sigmoid().T.detach()  # [H, S]
         np.testing.assert_allclose(image(axes), gate, rtol=1e-5)
         assert axes.get_title(loc="left") == f"layer {layer}"
-
-
-def test_query_heads_show_the_numbers_of_their_kv_head() -> None:
-    model = llama("path", layers=1)
-    of_groups = 2 * scheme_of(model).bt_proj(operands(model, 0)[0])[0].sigmoid().T.detach()  # [G, S]
-    (axes,) = only(model, "strengths")[:1]
-    np.testing.assert_allclose(image(axes), of_groups.repeat_interleave(2, dim=0), rtol=1e-5)
 
 
 def test_positions_are_counted_as_cope_counts() -> None:

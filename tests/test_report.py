@@ -202,19 +202,6 @@ def test_card_of_an_adapter(tmp_path: Path) -> None:
     assert ModelCard(hub).data.base_model == "meta/llama"
 
 
-def test_card_of_a_control_and_of_a_local_text(tmp_path: Path) -> None:
-    (tmp_path / "my.txt").write_text("text")
-    facts = facts_with(conversion={"scheme": None}, data={"source": str(tmp_path / "my.txt")})
-    facts = dataclasses.replace(facts, architecture="t5", command="")
-    text = report.model_card(Results(Measurements(), facts))
-    assert "tokens of `my.txt`: all weights" in text
-    assert "import hf_posenc" not in text
-    assert 'AutoModelForSeq2SeqLM.from_pretrained("path/or/repo")' in text
-    assert ModelCard(text).data.datasets is None
-    assert "The command" not in text
-    assert "Nothing was measured." in text
-
-
 def test_no_local_path_is_on_a_card_and_the_licence_is_that_of_the_base(tmp_path: Path) -> None:
     base, text = tmp_path / "base", tmp_path / "corpus" / "my.txt"
     for path in (base / "README.md", text):
@@ -234,15 +221,6 @@ def test_no_local_path_is_on_a_card_and_the_licence_is_that_of_the_base(tmp_path
     # What the user has chosen stays.
     mine = written.replace("license: apache-2.0", "license: mit")
     assert ModelCard(report.model_card(Results(measured(), facts), mine)).data.license == "mit"
-
-
-def test_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert report.on_the_hub("meta/llama-1.0")
-    for name in ("tiny-llama", "a/b/c", "/a/b", "", "a b/c"):
-        assert not report.on_the_hub(name)
-    Path("meta/llama-1.0").mkdir(parents=True)
-    assert not report.on_the_hub("meta/llama-1.0")
 
 
 # -- the verdict -------------------------------------------------------------------------------------------------------

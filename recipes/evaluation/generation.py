@@ -1,7 +1,4 @@
-"""What models write: greedy continuations compared with the original's, and answers that stand in the prompt.
-
-A converted model may be near in likelihood and far in what it writes, where each token is read again.
-"""
+"""What models write: greedy continuations compared with the first model's, and answers that stand in the prompt."""
 
 from __future__ import annotations
 

@@ -54,9 +54,8 @@ class Measure(ABC):
 
     Attributes:
         name: Name on the command line and in file names.
-        title: Title of its table and picture.
         note: Definition of the measured quantity, for the report.
-        mark: Labelled point on the first numeric axis of the picture; `None` without.
+        mark: Labelled point on the axis of the picture.
         takes: Kinds of models for which the quantity is defined, as `Auto` classes.
         hides: Whether an encoder must not read the tokens to predict, so that it takes a corrupted text.
     """
@@ -70,10 +69,7 @@ class Measure(ABC):
     _corrupt: Corruption | None = None
 
     def __call__(self, model: Any, workers: Workers | None = None) -> tuple[Grid, ...]:
-        """Return the results for a model, one grid per quantity.
-
-        The model may be on any device. Without workers, the processes that accelerate started share the work.
-        """
+        """Return the results for a model, one grid per quantity; the processes of accelerate are the usual workers."""
         self.check(model)
         with evaluating(model), torch.no_grad():
             return self._measure(model, Workers() if workers is None else workers)
@@ -188,21 +184,16 @@ def evaluate(
     console: Console | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Measure language models on the same inputs.
+    """Measure language models on the same inputs, and return the report.
 
-    Under `accelerate launch` all processes must call this with the same arguments; they share the work, and each
-    returns the whole report.
+    Under `accelerate launch` all processes must call this with the same arguments; they share the work.
 
     Args:
-        models: Models by their names in the report, or functions that load them. A function is called when the model's
-            turn comes, so that only one model is in memory.
+        models: Models by their names in the report, or functions that load them when their turn comes.
         measures: Measures, each at most once.
         batch_size: Windows or examples per forward.
         console: Console for the progress; `None` is silent.
         settings: Further facts for the report, as JSON values.
-
-    Returns:
-        The report.
 
     Raises:
         OptionError: Models or measures are empty, a measure is given twice, or one is undefined for a model.

@@ -27,29 +27,11 @@ TARGETS = 64
 CONTEXT = "tokens read"
 
 
-def context_curve(
-    model: Any,
-    ids: Tensor,
-    contexts: Sequence[int],
-    *,
-    batch_size: int = 8,
-    **options: Any,
-) -> Grid:
-    """Measure perplexity by context length in each process alone.
+def context_curve(model: Any, ids: Tensor, contexts: Sequence[int], *, batch_size: int = 8, **options: Any) -> Grid:
+    """Measure perplexity by context length in each process alone: `curve.at(128)` is that at 128 tokens.
 
-    Args:
-        model: A language model of transformers (causal, masked or encoder-decoder) on any device.
-        ids: Token ids of a text, int64 `[tokens]`.
-        contexts: Context lengths in tokens.
-        batch_size: Windows per forward.
-        **options: Further arguments of `ContextPerplexity`, which raises the same errors, too.
-
-    Returns:
-        Perplexity by context length. Samples are the mean losses of windows in nats per token; NaN at contexts that the
-        model has no positions for. `curve.at(128)` is the perplexity at 128 tokens with its interval.
-
-    Raises:
-        PositionError: The model can read none of the contexts.
+    Arguments, errors and samples are those of `ContextPerplexity`; raise `PositionError` if the model can read none of
+    the contexts.
     """
     measure = ContextPerplexity(ids, contexts, **options)
     (found,) = measure(model, Workers(batch_size=batch_size, alone=True))
@@ -114,7 +96,7 @@ def windows_for(context: int, tokens: int, *, most: int) -> int:
 
 
 class ContextPerplexity(Measure):
-    """Perplexity of the same tokens after contexts of different lengths.
+    """Perplexity of the same tokens after contexts of different lengths; a sample is the mean loss of a window in nats.
 
     The windows are spread evenly over `ids`. In each window, a causal model reads `context` tokens, and its last
     `targets` predictions are scored. The encoder of an encoder-decoder reads the last `context` tokens corrupted, its

@@ -49,13 +49,12 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The layers of one stack that have one scheme: what a picture is of.
+    """The layers of one stack that have one scheme, with the layers, heads and queries to draw.
 
     Attributes:
         called: Name of the scheme and its state, for titles.
         text: The tokens that the stack reads, as they are written along axes.
-        layers: Layers that are drawn, as are the query heads.
-        queries: Positions of queries, where a picture is of one; empty lets the picture choose.
+        queries: Positions of queries in pictures by distance; empty lets the picture choose.
     """
 
     stack: str

@@ -156,16 +156,13 @@ def _logarithmic(axes: Axes, shown: Sequence[Interval]) -> None:
 
 
 def _legend(figure: Figure) -> None:
-    """Write the names of lines below the panels, each once."""
+    """Write the names of lines below the panels, each once: models first, then marks and levels."""
     named = {
         label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    # Models come first, then marks and levels.
     named = dict(sorted(named.items(), key=lambda entry: isinstance(entry[1], Line2D)))
     # About 0.07 inches per character, and 0.65 for the line sample.
-    columns = int(figure.get_figwidth() // (0.07 * max(map(len, named)) + 0.65))
-    columns = max(1, min(len(named), columns))
+    columns = max(1, min(len(named), int(figure.get_figwidth() // (0.07 * max(map(len, named)) + 0.65))))
     # The figure has room for two rows.
     figure.set_figheight(figure.get_figheight() + 0.2 * max(0, math.ceil(len(named) / columns) - 2))
-    place: dict[str, Any] = {"loc": "outside lower center", "ncols": columns, "frameon": False, "fontsize": 9}
-    figure.legend(named.values(), named, **place)
+    figure.legend(named.values(), named, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
