@@ -58,7 +58,7 @@ def recipes(
     if as_json:
         return
     typer.echo(
-        "\nquality: perplexity over that of the native model with the same training. far: perplexity of long texts "
+        "\nquality: perplexity over the control's (the original with the same training). far: perplexity of long texts "
         "over that at the length of the windows in training."
     )
     if len(found) > len(rows):

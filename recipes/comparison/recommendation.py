@@ -74,11 +74,11 @@ def recommend(found: Mapping[str, Findings], trained: int, farthest: int, *, is_
     far = overall = None
     if farthest > trained:
         far = _best(found, found, farthest)
-        if far is not None and not differ(found[far], control, farthest):
-            far = CONTROL
-        suits = far in verdicts and not verdicts[far].loses
-        is_cheap = suits and found[far].perplexity.relative_to(control.perplexity).at(trained).mean <= ACCEPTABLE
-        overall = far if near == far or (near == CONTROL and is_cheap) else None
+        if far is not None:
+            far = far if differ(found[far], control, farthest) else CONTROL
+            cost = found[far].perplexity.relative_to(control.perplexity).at(trained).mean
+            suits = far != CONTROL and not verdicts[far].loses and cost <= ACCEPTABLE
+            overall = far if near == far or (near == CONTROL and suits) else None
     headline = _headline(verdicts, near, far, overall, trained, farthest)
     reasons = list(_reasons(found, verdicts, {trained: near} | ({} if far is None else {farthest: far})))
     reasons += [

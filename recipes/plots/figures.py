@@ -83,10 +83,8 @@ def figures(
                 f"There is no picture {', '.join(map(repr, missing))} of "
                 f"{', '.join(sorted({part.name for part in parts}))}. Available pictures: {', '.join(fitting)}."
             )
-        narrow, drawn = layers is None and heads is None, {}
-        for each in wanted:
-            drawn |= dict(_of_kind(known[each], parts, narrow=narrow))
-    return drawn
+        narrow = layers is None and heads is None
+        return {name: made for each in wanted for name, made in _of_kind(known[each], parts, narrow=narrow)}
 
 
 def kinds() -> dict[str, str]:
