@@ -7,7 +7,7 @@ import glob
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -26,6 +26,7 @@ BUILTIN = "builtin"
 TEXT = "text"
 
 Documents: TypeAlias = Dataset | IterableDataset
+Origin = Literal["builtin", "files", "hub"]
 
 # Parts of a split that are all of it.
 _ALL_OF_SPLIT = ("[:]", "[0:]", "[0%:]", "[:100%]", "[0%:100%]")
@@ -43,42 +44,104 @@ def read(data: Data) -> tuple[Documents, Documents]:
     Raises:
         RecipeError: A source does not exist or holds no text, or the keys contradict each other.
     """
-    _check_column(data)
-    _check_apart(data)
-    held_out, documents = _held_out(data), _source(data)
+    source = Source.of(data.read_from)
+    apart = Source.of(data.held_out) if data.held_out and _is_local(data.held_out, source.origin) else None
+    _check_column(data.column, source, apart)
+    _check_apart(data, source, apart)
+    if source.origin != "hub" and (data.config is not None or data.split != "train"):
+        raise RecipeError(
+            f"data.config is {shown(data.config)} and data.split {shown(data.split)}, but "
+            f"{'local' if source.origin == 'files' else 'built-in'} text has neither, and data.source is "
+            f"{shown(data.read_from)}. Leave them out, or start where no file or folder has the name of the dataset. "
+            "data.held_out names the file to measure on."
+        )
+    held_out = None
+    if apart is not None:
+        held_out = apart.documents(data.column)
+    elif data.held_out is not None:
+        if source.origin != "hub":
+            raise RecipeError(f"data.held_out is {shown(data.held_out)}, and there is no such file or folder.")
+        held_out = source.documents(data.column, data.held_out, config=data.config, streaming=data.streaming)
+    elif source.origin == "builtin":
+        held_out = source.documents(data.column, "heldout")
+    documents = source.documents(data.column, data.split, config=data.config, streaming=data.streaming)
     if data.limit is not None:
         documents = documents.take(data.limit)
     return _split(documents, data.held_out_share) if held_out is None else (documents, held_out)
 
 
-def whole(source: str, column: str = TEXT) -> Documents:
+def whole(name: str, column: str = TEXT) -> Documents:
     """Return all documents of a source; raise as `read` does."""
-    data = Data(source=source, column=column)
-    _check_column(data)
-    return _source(data)
+    source = Source.of(name)
+    _check_column(column, source)
+    return source.documents(column)
 
 
-def _check_column(data: Data) -> None:
+def located(data: Data) -> Data:
+    """Return the section with absolute paths of local text, which mean the same in any directory."""
+    origin = _origin(data.read_from)
+    source = _absolute(data.read_from) if origin == "files" else data.source
+    held_out = _absolute(data.held_out) if data.held_out and _is_local(data.held_out, origin) else data.held_out
+    return replace(data, source=source, held_out=held_out)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Text by its name: `files` of one `kind`, or where there are none, the built-in text or a dataset on the hub."""
+
+    name: str
+    origin: Origin
+    kind: str | None = None
+    files: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, name: str) -> Source:
+        """Look for the files that a name may mean; raise `RecipeError` if it looks like a path and leads nowhere."""
+        origin = _origin(name)
+        return cls(name, origin, *(_files(expanded(name)) if origin == "files" else ()))
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether documents are rows, and not whole .txt files."""
+        return self.origin == "hub" or self.kind not in (None, "text")
+
+    def documents(
+        self, column: str, split: str = "train", *, config: str | None = None, streaming: bool = False
+    ) -> Documents:
+        """Return the documents of a split."""
+        if self.origin == "builtin":
+            return Dataset.from_dict({TEXT: builtin_documents("train" if split == "train" else "heldout")})
+        if self.origin == "hub":
+            return _load(self.name, column, path=self.name, name=config, split=split, streaming=streaming)
+        path = str(expanded(self.name))
+        if all(Path(file).stat().st_size == 0 for file in self.files):
+            raise RecipeError(f"{path} is empty; expected text.")
+        # utf-8-sig drops a byte order mark; the other builders do so by default.
+        options = {} if self.has_columns else {"sample_by": "document", "encoding": "utf-8-sig"}
+        # Or `datasets` would take a name such as "run [1].txt" for a pattern, and read "run 1.txt".
+        files = [glob.escape(file) for file in self.files]
+        # The text builder always calls its column "text".
+        column = column if self.has_columns else TEXT
+        return _load(path, column, path=self.kind, data_files=files, split="train", streaming=streaming, **options)
+
+
+def _check_column(column: str, *sources: Source | None) -> None:
     """Raise `RecipeError` if a column is named, and nothing has columns."""
-    if data.column != TEXT and not any(name and _has_columns(name) for name in (data.read_from, data.held_out)):
+    if column != TEXT and not any(source is not None and source.has_columns for source in sources):
         raise RecipeError(
-            f"The column {shown(data.column)} of the text is named, but built-in text and .txt files have none. Leave "
-            "it out."
+            f"The column {shown(column)} of the text is named, but built-in text and .txt files have none. Leave it "
+            "out."
         )
 
 
-def _check_apart(data: Data) -> None:
+def _check_apart(data: Data, source: Source, apart: Source | None) -> None:
     """Raise `RecipeError` if text is both trained on and held out: a file, also by another name, or a split."""
-    if data.held_out is None:
-        return
-    kind = "file" if _holds_out_files(data) else "split"
-    if kind == "split":
-        shared = _origin(data.read_from) == "hub" and sorted(_shared_splits(data.split, data.held_out))
-    elif _origin(data.read_from) == "files":
-        trained = {_identity(file) for file in _files(expanded(data.read_from))[1]}
-        shared = [file for file in _files(expanded(data.held_out))[1] if _identity(file) in trained]
+    if apart is not None:
+        trained = set(map(_identity, source.files))
+        kind, shared = "file", [file for file in apart.files if _identity(file) in trained]
     else:
-        return
+        has_splits = source.origin == "hub" and data.held_out is not None
+        kind, shared = "split", sorted(_shared_splits(data.split, data.held_out or "")) if has_splits else []
     if shared:
         raise RecipeError(
             f"data.held_out is {shown(data.held_out)}, which has {shown(shared[0])}, the {kind} that is trained on. "
@@ -103,13 +166,6 @@ def _shared_splits(split: str, held_out: str) -> set[str]:
     }
 
 
-def located(data: Data) -> Data:
-    """Return the section with absolute paths of local text, which mean the same in any directory."""
-    source = _absolute(data.read_from) if _origin(data.read_from) == "files" else data.source
-    held_out = _absolute(data.held_out) if data.held_out and _holds_out_files(data) else data.held_out
-    return replace(data, source=source, held_out=held_out)
-
-
 def expanded(name: str | Path) -> Path:
     """Return a path with `~` replaced by the home directory, if there is such a user."""
     return Path(os.path.expanduser(name))
@@ -119,44 +175,16 @@ def _absolute(name: str) -> str:
     return str(expanded(name).absolute())
 
 
-def _origin(name: str) -> Literal["builtin", "files", "hub"]:
+def _origin(name: str) -> Origin:
     """Return where a text is: in local files if the path exists, or the name looks like a path."""
     if name == BUILTIN:
         return "builtin"
     return "files" if os.path.exists(expanded(name)) or _is_path(name) else "hub"
 
 
-def _source(data: Data) -> Documents:
-    origin = _origin(data.read_from)
-    if origin == "hub":
-        return _from_hub(data)
-    if data.config is not None or data.split != "train":
-        raise RecipeError(
-            f"data.config is {shown(data.config)} and data.split {shown(data.split)}, but "
-            f"{'local' if origin == 'files' else 'built-in'} text has neither, and data.source is "
-            f"{shown(data.read_from)}. Leave them out, or start where no file or folder has the name of the dataset. "
-            "data.held_out names the file to measure on."
-        )
-    if origin == "files":
-        return _from_files(data.read_from, data.column, streaming=data.streaming)
-    return Dataset.from_dict({TEXT: builtin_documents("train")})
-
-
-def _held_out(data: Data) -> Documents | None:
-    """Return the documents that `held_out` names, or the built-in held-out ones; `None` if there are none."""
-    if data.held_out is None:
-        return Dataset.from_dict({TEXT: builtin_documents("heldout")}) if data.read_from == BUILTIN else None
-    if _holds_out_files(data):
-        return _from_files(data.held_out, data.column, streaming=False)
-    if _origin(data.read_from) != "hub":
-        raise RecipeError(f"data.held_out is {shown(data.held_out)}, and there is no such file or folder.")
-    return _from_hub(replace(data, split=data.held_out))
-
-
-def _holds_out_files(data: Data) -> bool:
-    """Whether `held_out` names local files; with a dataset of the hub, a plain name such as "test" is a split."""
-    assert data.held_out is not None
-    return _is_path(data.held_out) or (_origin(data.read_from) != "hub" and os.path.exists(expanded(data.held_out)))
+def _is_local(held_out: str, origin: Origin) -> bool:
+    """Whether held-out text is in local files; with a dataset of the hub, a plain name such as "test" is a split."""
+    return _is_path(held_out) or (origin != "hub" and os.path.exists(expanded(held_out)))
 
 
 def _is_path(name: str) -> bool:
@@ -168,13 +196,7 @@ def _kind(path: Path) -> str | None:
     return _BUILDERS.get(Path(path.name.removesuffix(".gz")).suffix)
 
 
-def _has_columns(name: str) -> bool:
-    """Whether a source has columns: a dataset on the hub, or local files other than .txt."""
-    origin = _origin(name)
-    return origin == "hub" or (origin == "files" and _files(expanded(name))[0] != "text")
-
-
-def _files(path: Path) -> tuple[str, list[str]]:
+def _files(path: Path) -> tuple[str, tuple[str, ...]]:
     """Return the builder for the files at a path, and the file names."""
     if not os.path.exists(path):  # False also for what no path can be
         pattern = " Patterns are not expanded: give a folder, whose files are all read." * glob.has_magic(str(path))
@@ -187,27 +209,7 @@ def _files(path: Path) -> tuple[str, list[str]]:
         got = f"files of {len(kinds)} kinds, {', '.join(sorted(kinds))}" if kinds else "no file of a known kind"
         raise RecipeError(f"{path}: got {got}; expected one of {', '.join(_BUILDERS)} (or these with .gz).")
     kind = kinds.pop()
-    return kind, [str(file.resolve()) for file in files if _kind(file) == kind]
-
-
-def _from_files(name: str, column: str, *, streaming: bool) -> Documents:
-    path = expanded(name)
-    kind, named = _files(path)
-    if all(Path(file).stat().st_size == 0 for file in named):
-        raise RecipeError(f"{path} is empty; expected text.")
-    # utf-8-sig drops a byte order mark; the other builders do so by default.
-    options = {"sample_by": "document", "encoding": "utf-8-sig"} if kind == "text" else {}
-    # The text builder always calls its column "text".
-    column = TEXT if kind == "text" else column
-    # Or `datasets` would take a name such as "run [1].txt" for a pattern, and read "run 1.txt".
-    files = [glob.escape(file) for file in named]
-    return _load(str(path), column, path=kind, data_files=files, split="train", streaming=streaming, **options)
-
-
-def _from_hub(data: Data) -> Documents:
-    return _load(
-        data.read_from, data.column, path=data.read_from, name=data.config, split=data.split, streaming=data.streaming
-    )
+    return kind, tuple(str(file.resolve()) for file in files if _kind(file) == kind)
 
 
 @contextlib.contextmanager
