@@ -428,7 +428,6 @@ BAD = {
     "option without its section": ("train swap scheme=fire width=3 --dry-run", ["given as scheme.width=VALUE"]),
     "option twice": ("plan {llama} fire -o width=3 -o width=4", ["width is given twice"]),
     "layers": ("plan {llama} fire --layers first", ["layers='first'", "every:N"]),
-    "layers out of range": ("plan {llama} fire --layers 9", ["layers 0 to 3"]),
     "missing directory": ("plan {empty}/nowhere fire", ["There is no directory", "nowhere"]),
     "no config": ("plan {empty} fire", ["no config.json"]),
     "config that is no JSON": ("plan {broken} fire", ["config", "cannot be read"]),
@@ -436,25 +435,17 @@ BAD = {
     "no weights": ("convert {weightless} fire {empty}/out", ["weights", "cannot be read"]),
     "truncated, converted": ("verify {cut}", ["truncated or damaged"]),
     "out exists": ("convert {llama} fire {converted}", ["exists and is not empty"]),
-    "out is a file": ("convert {llama} fire {llama}/config.json", ["is a file"]),
     # Its temporary name is longer than names may be.
     "out that cannot be made": ("convert {llama} fire {empty}/" + 300 * "x", ["xxx cannot be written: "]),
-    "out in nowhere": ("convert {llama} fire {empty}/no/out", ["There is no directory"]),
     "verify, not converted": ("verify {llama}", ["is not a converted checkpoint"]),
     "unknown recipe": ("recipes show swp", ["'swp'", "Did you mean 'swap'?"]),
     "rope type": ("plan {llama} yarn", ["hf-posenc train extend by=yarn"]),
-    "layers on a short text": ("layers tiny-llama kerple --length 9999999", ["expected two windows of 9,999,999"]),
     "no such file": ("train {empty}/mine.yaml --out {empty}/out", ["There is no file", "mine.yaml"]),
     "unknown key": (
         "train swap scheme=fire training.stpes=3 --out {empty}/out",
         ["no key 'training.stpes'", "'steps'"],
     ),
     "no such model": ("train swap scheme=fire model=./no --dry-run", ["no directory"]),
-    "no such teacher": ("train swap scheme=fire distillation.teacher=./no --dry-run", ["There is no directory ./no"]),
-    "dry run of what is refused": (
-        "train swap scheme=fire training.skip_to=100 --dry-run",
-        ["training.skip_to is 100"],
-    ),
     "dry run of a transfer that cannot be": (
         "train swap scheme=sinusoidal native=remove transfer.steps=2 --dry-run",
         ["sinusoidal acts on the inputs"],
@@ -464,7 +455,6 @@ BAD = {
         ["is converted already"],
     ),
     "recipes for a model of images": ("recipes --for {images}", ["is a vit, which writes no text"]),
-    "eval of a model of images": ("eval {images} --out {empty}/out", ["is a vit, which writes no text"]),
     "plan of a run that trained an adapter": ("plan {adapted} fire", ["The run trained an adapter"]),
     "extending a converted model": (
         "train extend model={converted} data=builtin --dry-run",
@@ -473,10 +463,8 @@ BAD = {
     "recipe over something else": ("train swap scheme=fire --out {llama}", ["exists, and holds no run"]),
     "unknown config": ("recipes config dpp", ["no config 'dpp'", "Did you mean 'ddp'?"]),
     "resume what is no run": ("resume {empty}", ["There is no recipe.yaml"]),
-    "push what is no run": ("push {empty} me/mine", ["holds no run"]),
     "push too early": ("push {started} me/mine", ["is not finished", "hf-posenc resume"]),
     "verify, a run": ("verify {finished}", ["no config.json", "The model is in", "finished/model: give that."]),
-    "export, a run": ("export {finished} {empty}/out", ["finished/model: give that."]),
     "eval, a run that was stopped": ("eval {started} --out {empty}/out", ["is not finished", "hf-posenc resume"]),
 }
 

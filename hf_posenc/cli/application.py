@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
 import shlex
 import signal
@@ -16,6 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from pydantic_core import to_json
 from typer.core import TyperGroup
 
 from hf_posenc import __version__, plugins
@@ -66,15 +65,7 @@ def show(result: Any, *, as_json: bool) -> None:
 
 def print_json(found: Any) -> None:
     """Print JSON values; a number that JSON lacks, such as infinity, becomes null."""
-    typer.echo(json.dumps(_finite(found), indent=1, allow_nan=False))
-
-
-def _finite(found: Any) -> Any:
-    if isinstance(found, dict):
-        return {key: _finite(value) for key, value in found.items()}
-    if isinstance(found, list | tuple):
-        return [_finite(value) for value in found]
-    return None if isinstance(found, float) and not math.isfinite(found) else found
+    typer.echo(to_json(found, indent=1, inf_nan_mode="null").decode())
 
 
 def print_table(
