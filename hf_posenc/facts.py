@@ -38,7 +38,7 @@ class Adaptation:
 
     Attributes:
         native: Fate of a native encoding of distances (a rotation): `"remove"`, `"keep"` or `"handover"`.
-        fit: Target of a fit before training, if that is removed: `"native"`, `"attention"` or none.
+        fit: Target of a fit before training, if that is removed: `"native"`, `"transfer"` or none.
         options: Options of such a start.
         elsewhere: Fate of any other native encoding, such as a table of positions.
         windows: Options that are lengths, in training windows; they are rounded to whole tokens.
@@ -53,7 +53,7 @@ class Adaptation:
     """
 
     native: Literal["remove", "keep", "handover"] = "remove"
-    fit: Literal["native", "attention"] | None = None
+    fit: Literal["native", "transfer"] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     elsewhere: Literal["remove", "keep", "handover"] = "remove"
     windows: Mapping[str, float] = field(default_factory=dict)

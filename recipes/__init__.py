@@ -1,7 +1,7 @@
 """All that trains, measures and draws: data, training, runs, evaluation, comparison, plots, recipes.
 
 What users call is here by name, and loads on first use: `read_recipe`, `train` and `resume` for whole runs, `evaluate`
-and `compare` for measurements, `fit` and `match` for starts.
+and `compare` for measurements, `fit` and `transfer` for starts.
 """
 
 import importlib
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hf_posenc.recipes.runs.run import train as train
     from hf_posenc.recipes.schema.recipe import Recipe as Recipe
     from hf_posenc.recipes.training.fit_bias import fit as fit
-    from hf_posenc.recipes.training.transfer import match as match
+    from hf_posenc.recipes.training.transfer import transfer as transfer
 
 require_recipes()
 
@@ -26,7 +26,7 @@ _HOMES = {
     "compare": "comparison.run",
     "evaluate": "evaluation.measure",
     "fit": "training.fit_bias",
-    "match": "training.transfer",
+    "transfer": "training.transfer",
     "read_recipe": "goals",
     "resume": "runs.run",
     "train": "runs.run",

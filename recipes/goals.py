@@ -205,7 +205,7 @@ class Start:
             return cls("keep", options=info.cls.neutral_options or {})
         if facts.rotary or (facts.relative and (advice.fit or advice.native == "handover")):
             # A bias that was fitted to a table of both directions is poor in one.
-            return cls(advice.native, "attention" if advice.fit and decodes_only else advice.fit, advice.options)
+            return cls(advice.native, "transfer" if advice.fit and decodes_only else advice.fit, advice.options)
         return cls(advice.elsewhere)
 
 

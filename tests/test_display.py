@@ -128,7 +128,7 @@ def test_facts_of_a_conversion() -> None:
             "exact: the native encoding at full strength, the scheme at none",
         ),
         ({"fit": "native"}, "removed", "break, after a fit to the native encoding"),
-        ({"fit": "attention"}, "removed", "break, after a fit to the original attention outputs"),
+        ({"fit": "transfer"}, "removed", "break, after a fit to the original attention outputs"),
         ({"scheme": None}, "kept", "exact: the model is not converted"),
     ],
 )

@@ -89,7 +89,7 @@ def test_no_recipe_refuses_a_model_that_it_is_recommended_for(name: str) -> None
         ("llama", ["scheme=kerple"], ("remove", "native", {"shared": False}, None)),
         ("llama", ["scheme=fire"], ("remove", "native", {"threshold": 64.0}, None)),
         ("llama", ["scheme=fire", "length=32"], ("remove", "native", {"threshold": 16.0}, None)),
-        ("llama", ["scheme=shaw", "length=32"], ("remove", "attention", {"max_distance": 24}, None)),
+        ("llama", ["scheme=shaw", "length=32"], ("remove", "transfer", {"max_distance": 24}, None)),
         # Add-ons go the way of the other scheme, which then has a module in each layer.
         ("llama", ["scheme=kerple+gated_output"], ("remove", "native", {}, None)),
         ("llama", ["scheme=cope+gated_output"], ("keep", None, {}, None)),
@@ -106,7 +106,7 @@ def test_no_recipe_refuses_a_model_that_it_is_recommended_for(name: str) -> None
         # A handover brings a scheme in by its strength, so a gate that starts at 0 would keep it out.
         ("gpt2", ["scheme=kerple"], ("handover", None, {"gate": False}, None)),
         ("gpt2", ["scheme=alibi", "native=handover"], ("handover", None, {"gate": False}, None)),
-        ("t5", ["scheme=kerple"], ("remove", "attention", {"shared": False}, ["decoder"])),
+        ("t5", ["scheme=kerple"], ("remove", "transfer", {"shared": False}, ["decoder"])),
         ("t5", ["scheme=stick_breaking"], ("remove", None, {}, ["decoder"])),
         ("t5", ["scheme=t5"], ("remove", None, {}, None)),
         ("bert", ["scheme=kerple"], ("handover", None, {"gate": False, "directed": True}, None)),

@@ -170,7 +170,7 @@ def test_a_resumed_run_masks_the_same_tokens(
 
 
 def test_an_adapter_is_trained_after_a_fit_of_attention(folders: dict[str, Path], tmp_path: Path) -> None:
-    changes = ["adapter.kind=lora", "conversion.fit=attention", "transfer.steps=2"]
+    changes = ["adapter.kind=lora", "conversion.fit=transfer", "transfer.steps=2"]
     run.train(recipe(folders, "modernbert", *changes), tmp_path / "run")
     report = Request((str(tmp_path / "run"),), text=str(text_file(40_000)), contexts=(64,), samples=2).run()
     assert report["perplexity"].models["run"][0].reads(64)

@@ -186,8 +186,8 @@ WRONG: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "option of patch": ("", ["conversion.options.native=keep"], ["fire has no option 'native'"]),
     "type of an option": ("", ["conversion.options.width=wide"], ["width='wide'", "expected int"]),
     "fit of a scheme without bias": ("", ["scheme=cope", "fit=native"], ["cope adds no bias"]),
-    "fit where attention is what it was": ("", ["fit=attention", "native=handover"], ["native is 'handover'"]),
-    "fit of what is no attention": ("", ["scheme=learned", "fit=attention"], ["learned is added to the inputs"]),
+    "fit where attention is what it was": ("", ["fit=transfer", "native=handover"], ["native is 'handover'"]),
+    "fit of what is no attention": ("", ["scheme=learned", "fit=transfer"], ["learned is added to the inputs"]),
     "fit without weights": ("", ["scheme=alibi", "fit=native"], ["alibi has no weights"]),
     "adapter without weights": ("", ["conversion.scheme=nope", "adapter.kind=scheme"], ["nothing would be trained"]),
     # Keys that do nothing.

@@ -31,7 +31,7 @@ from hf_posenc.recipes.schema.recipe import Recipe, Training
 from hf_posenc.recipes.training.adapter import attach
 from hf_posenc.recipes.training.layers import layer_costs
 from hf_posenc.recipes.training.rates import Name, rates, with_rates
-from hf_posenc.recipes.training.transfer import AttentionTransfer, match
+from hf_posenc.recipes.training.transfer import AttentionTransfer, transfer
 
 pytestmark = pytest.mark.usefixtures("plain_pictures")
 
@@ -161,7 +161,7 @@ def test_the_transfer_brings_attention_nearer(whole: run.Outcome) -> None:
 @pytest.mark.parametrize(("architecture", "changes"), [("llama", ["data.packing=documents"]), ("t5", [])])
 def test_a_fit_of_attention_is_a_transfer_of_the_scheme(architecture: str, changes: list[str], tmp_path: Path) -> None:
     """Of packed documents, and of an encoder-decoder."""
-    keys = ["scheme=disentangled", "native=remove", "fit=attention", "transfer={steps: 12}", "training.steps=1"]
+    keys = ["scheme=disentangled", "native=remove", "fit=transfer", "transfer={steps: 12}", "training.steps=1"]
     recipe = recipe_of(*keys, *changes, architecture=architecture)
     outcome = run.train(recipe, tmp_path / "out")
     course = dict(outcome.measurements.course())
@@ -182,8 +182,8 @@ def test_projections_move_and_everything_else_stays(architecture: str) -> None:
     model = hf_posenc.patch(checkpoint(architecture), "kerple")
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     ids = tokens(architecture, 12, 33)
-    alone = match(copy.deepcopy(model), ids, steps=20)
-    found = match(model, ids, projections=True, steps=20)
+    alone = transfer(copy.deepcopy(model), ids, steps=20)
+    found = transfer(model, ids, projections=True, steps=20)
     assert sum(found.after) < sum(alone.after) < sum(found.before)
     moved = {name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])}
     assert any("hf_posenc" not in name for name in moved)
@@ -227,7 +227,7 @@ def test_a_layer_that_gets_worse_keeps_its_weights() -> None:
     model = hf_posenc.patch(stock("llama"), "kerple", shared=False)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     # A rate at which only some layers learn.
-    found = match(model, tokens("llama", 12, 33), steps=3, learning_rate=0.3)
+    found = transfer(model, tokens("llama", 12, 33), steps=3, learning_rate=0.3)
     after = model.state_dict()
     for layer, (old, new) in enumerate(zip(found.before, found.after, strict=True)):
         own = [name for name in before if f"layers.{layer}.self_attn.hf_posenc" in name]
@@ -246,7 +246,7 @@ def test_the_cost_of_each_layer_alone(scheme: str) -> None:
     # By hand, for one layer: the same transfer, and the other layers as they were.
     torch.manual_seed(0)
     whole = hf_posenc.patch(stock("llama").eval(), scheme)
-    match(whole, ids, projections=True, steps=6, batch_size=3)
+    transfer(whole, ids, projections=True, steps=6, batch_size=3)
     alone = hf_posenc.patch(stock("llama").eval(), scheme, layers=[1])
     trained, here = whole.state_dict(), alone.state_dict()
     mine = [name for name in here if ".layers.1.self_attn." in name or "hf_posenc" in name]
@@ -368,7 +368,7 @@ def test_what_a_transfer_cannot_do(tmp_path: Path) -> None:
             read_recipe(goal, [*changes, "transfer.steps=4"])
     with pytest.raises(RecipeError, match=r"transfer.projections is False, which does nothing without transfer.steps"):
         read_recipe("swap", ["scheme=kerple", "transfer={projections: false}"])
-    assert read_recipe("swap", ["scheme=kerple", "fit=attention", "transfer.batch_size=2"]).transfer.batch_size == 2
+    assert read_recipe("swap", ["scheme=kerple", "fit=transfer", "transfer.batch_size=2"]).transfer.batch_size == 2
     with pytest.raises(OptionError, match="adds its own encoding"):
         run.train(recipe_of("conversion.native=remove", architecture="gpt2"), tmp_path / "out")
     assert not (tmp_path / "out" / layout.MEASUREMENTS).exists()

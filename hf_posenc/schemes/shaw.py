@@ -35,7 +35,7 @@ class Shaw(Scheme):
 
     neutral_options = {"init": "zero"}
     # The vectors of all far distances must occur often in training.
-    adaptation = Adaptation(fit="attention", elsewhere="handover", windows={"max_distance": 0.75}, rate=8)
+    adaptation = Adaptation(fit="transfer", elsewhere="handover", windows={"max_distance": 0.75}, rate=8)
 
     def __init__(
         self,

@@ -195,7 +195,7 @@ def _start(conversion: Conversion, plan: Plan | None) -> str:
     if plan.start_tolerance:
         start += f" (logits of attention within {plan.start_tolerance:g})"
     if conversion.fit is not None:
-        known = {"native": "the native encoding", "attention": "the original attention outputs"}
+        known = {"native": "the native encoding", "transfer": "the original attention outputs"}
         start += f"{_FITTED}{known[conversion.fit]}"
     return start
 

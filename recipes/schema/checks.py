@@ -67,7 +67,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
     conversion, data, training = recipe.conversion, recipe.data, recipe.training
     has_scheme, transfers = conversion.scheme is not None, "transfer" in recipe.stages()
     steps = recipe.transfer.steps
-    asked = f"transfer.steps is {steps}" if steps else "conversion.fit is 'attention'"
+    asked = f"transfer.steps is {steps}" if steps else "conversion.fit is 'transfer'"
     # Whether a recipe contradicts itself, and how.
     problems = (
         (
@@ -171,14 +171,14 @@ def _of_scheme(recipe: Recipe) -> Iterator[str]:
     scheme = _example(name, conversion)
     if conversion.fit == "native" and name.partition("+")[0] not in additive():
         yield (
-            f"conversion.fit is 'native', but {name} adds no bias of the distance. Set it to attention, leave it out, "
+            f"conversion.fit is 'native', but {name} adds no bias of the distance. Set it to transfer, leave it out, "
             f"or choose one of {', '.join(additive())}."
         )
     if scheme is None:
         return
-    if conversion.fit == "attention" and scheme.overrides("embed"):
+    if conversion.fit == "transfer" and scheme.overrides("embed"):
         yield (
-            f"conversion.fit is 'attention', but {name} is added to the inputs of the model, not in attention. "
+            f"conversion.fit is 'transfer', but {name} is added to the inputs of the model, not in attention. "
             "Leave fit out."
         )
     if not any(parameter.requires_grad for parameter in scheme.parameters()):

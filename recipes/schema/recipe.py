@@ -33,7 +33,7 @@ Stacks = Annotated[list[Literal["encoder", "decoder"]], MinLen(1)]
 Schedule = Literal["cosine", "linear", "inverse_sqrt", "cosine_with_restarts", "constant_with_warmup", "constant"]
 StageName = Literal["transfer", "training", "lengthen"]
 
-# Steps of a transfer that `conversion.fit: attention` asks for.
+# Steps of a transfer that `conversion.fit: transfer` asks for.
 _FITTING = 150
 
 
@@ -61,7 +61,7 @@ class Conversion(Section):
             `scheme: nope` and `layers: every:4` this is SWAN (arXiv 2504.08719).
         stacks: List of "encoder" and "decoder", for encoder-decoders; null is both.
         fit: Target of a fit before training. "native": fit the bias of an additive scheme to the native encoding.
-            "attention": fit any scheme in attention to the original attention outputs, layer by layer.
+            "transfer": fit any scheme in attention to the original attention outputs, layer by layer.
     """
 
     scheme: Name | None
@@ -73,7 +73,7 @@ class Conversion(Section):
     layers: Indices | Pattern | None = None
     window: Count | None = None
     stacks: Stacks | None = None
-    fit: Literal["native", "attention"] | None = None
+    fit: Literal["native", "transfer"] | None = None
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -332,7 +332,7 @@ class Recipe(Section):
         """Return the settings of each stage by its section, in their order."""
         training, transfer, lengthen = self.training, self.transfer, self.lengthen
         found: dict[StageName, Training] = {}
-        if transfer.steps or self.conversion.fit == "attention":
+        if transfer.steps or self.conversion.fit == "transfer":
             found["transfer"] = replace(
                 training,
                 steps=transfer.steps or _FITTING,
@@ -358,7 +358,7 @@ class Recipe(Section):
     @property
     def moves_projections(self) -> bool:
         """Whether the attention transfer trains the whole attention, and not the scheme alone."""
-        return self.transfer.projections and self.conversion.fit != "attention"
+        return self.transfer.projections and self.conversion.fit != "transfer"
 
     def checked(self) -> Recipe:
         """Return a recipe that was made in Python as its file says it; raise `RecipeError` as `read_recipe` does."""

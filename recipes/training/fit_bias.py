@@ -39,7 +39,7 @@ _JUDGED = 16
 
 
 @dataclass(frozen=True)
-class Fit:
+class FitResult:
     """Result of a fit: errors of the schemes' biases, and the loss on held-out text.
 
     An error is in nats: the divergence of attention weights from the original's, if the schemes are fitted to a rotary
@@ -70,7 +70,7 @@ def fit(
     corrupt: Callable[[Tensor], Tensor] | None = None,
     length: int | None = None,
     steps: int = 20,
-) -> Fit:
+) -> FitResult:
     """Fit the biases of a converted model, in place, to the native encoding.
 
     Networks start from fresh weights and gates start open, unless some parameters are frozen. The last quarter of the
@@ -135,13 +135,13 @@ def fit(
         before, after, spread = (sums / len(found) if reads else (sums / len(found)).sqrt()).tolist()
         if judged is None or start is None:
             accepted, sentence = after < before, f"fit: the error of the bias went from {before:.4g} to {after:.4g}."
-            return Fit(before, after, spread, None, accepted, sentence)
+            return FitResult(before, after, spread, None, accepted, sentence)
         losses = start, _loss(model, judged, corrupt)
         accepted, sentence = verdict("fit", "loss", *losses)
         if not accepted:
             put_back()
             after = before
-    return Fit(before, after, spread, losses, accepted, sentence)
+    return FitResult(before, after, spread, losses, accepted, sentence)
 
 
 def check_fit(model: PreTrainedModel) -> dict[AdditiveBias, list[tuple[Geometry, nn.Module]]]:

@@ -18,14 +18,14 @@ from hf_posenc.recipes import durations
 from hf_posenc.recipes.data.collation import Corruptor
 from hf_posenc.recipes.loading import seeded
 from hf_posenc.recipes.training.starts import check_counts, check_windows, held_out, kept, mean_loss
-from hf_posenc.recipes.training.transfer import JUDGED, match, places_of
+from hf_posenc.recipes.training.transfer import JUDGED, places_of, transfer
 
 
 @dataclass(frozen=True)
 class LayerCost:
     """Cost of one layer: rise of the loss on held-out windows where it alone is converted, in nats per token.
 
-    `distance` is that of its attention from the original's after the transfer, see `Match`.
+    `distance` is that of its attention from the original's after the transfer, see `TransferResult`.
     """
 
     stack: str
@@ -124,7 +124,7 @@ def layer_costs(
         try:
             with seeded(seed):
                 patch(model, scheme, **(options or {}))
-            found = match(
+            found = transfer(
                 model,
                 ids,
                 corrupt=None if hides is None else hides.corrupt,

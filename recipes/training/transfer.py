@@ -39,7 +39,7 @@ BEST = "best_layers.safetensors"
 
 
 @dataclass(frozen=True)
-class Match:
+class TransferResult:
     """Distance of each layer's attention output from the original's, on held-out windows.
 
     A distance is the mean square of the difference, relative to the mean square of the original output.
@@ -97,14 +97,14 @@ class AttentionTransfer(nn.Module):
         schemes = [module for module in self.modules() if isinstance(module, Scheme)]
         if any(scheme.overrides("embed") for scheme in schemes):
             raise OptionError(
-                f"match: {schemes[0].name} acts on the inputs of the model, not in its attention, so attention says "
+                f"transfer: {schemes[0].name} acts on the inputs of the model, not in its attention, so attention says "
                 "nothing of it. Train it."
             )
         own = {id(weight) for scheme in schemes for weight in scheme.parameters()}
         self.trained = [w for w in self.parameters() if w.requires_grad and (projections or id(w) in own)]
         if not self.trained:
             raise OptionError(
-                "match: the schemes of this model have no weights to train: none with these options, or all are "
+                "transfer: the schemes of this model have no weights to train: none with these options, or all are "
                 "frozen. Unfreeze them, or patch with options that have some."
             )
         self._original = list(self.attentions)
@@ -257,17 +257,17 @@ class BestLayers(TrainerCallback):
         self.after = after
 
     @torch.no_grad()
-    def restore(self) -> Match:
+    def restore(self) -> TransferResult:
         """Give every layer its best weights, and return the verdict."""
         for weight, best in zip(self._transfer.trained, self._best, strict=True):
             weight.copy_(best)
         accepted, sentence = verdict(
-            "match", "distance from the original attention", float(self.before.mean()), float(self.after.mean())
+            "transfer", "distance from the original attention", float(self.before.mean()), float(self.after.mean())
         )
         left = sum(after == before for after, before in zip(self.after.tolist(), self.before.tolist(), strict=True))
         if accepted and left:
             sentence += f" {left} of {len(self.after)} layers got no better and keep their weights."
-        return Match(tuple(self.before.tolist()), tuple(self.after.tolist()), accepted, sentence)
+        return TransferResult(tuple(self.before.tolist()), tuple(self.after.tolist()), accepted, sentence)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check at intervals and at the last step."""
@@ -299,7 +299,7 @@ class BestLayers(TrainerCallback):
 
 
 @torch.inference_mode(False)  # Gradients are needed, also where the caller wants none.
-def match(
+def transfer(
     model: PreTrainedModel,
     ids: Tensor,
     *,
@@ -311,7 +311,7 @@ def match(
     scheme_learning_rate: float | None = None,
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
-) -> Match:
+) -> TransferResult:
     """Fit the attention of a converted model, in place, to what the original attention wrote.
 
     Unlike `fit`, which needs additive schemes, this works for any scheme in attention, and with `projections` also for
@@ -343,11 +343,11 @@ def match(
             is out of range.
         ShapeError: `ids` are not windows of at least two known tokens.
     """
-    surgery.check_patched("match", model)
-    check_counts("match", steps=(steps, 1), batch_size=(batch_size, 1), seed=(seed, 0))
-    check_rates("match", learning_rate=learning_rate, scheme_learning_rate=scheme_learning_rate)
-    transfer = AttentionTransfer(model, projections=projections)
-    check_windows("match", model, ids, least=2)
+    surgery.check_patched("transfer", model)
+    check_counts("transfer", steps=(steps, 1), batch_size=(batch_size, 1), seed=(seed, 0))
+    check_rates("transfer", learning_rate=learning_rate, scheme_learning_rate=scheme_learning_rate)
+    attention = AttentionTransfer(model, projections=projections)
+    check_windows("transfer", model, ids, least=2)
     ids = _cut(ids, trained_length(model.config.get_text_config())).to(model.device)
     order = torch.Generator().manual_seed(seed)
     found = rates(model, "transfer" if projections else "fit")
@@ -355,17 +355,17 @@ def match(
     def inputs(windows: Tensor) -> Inputs:
         return {"input_ids": windows if corrupt is None else corrupt(windows), "labels": windows}
 
-    with transfer.training_only(), kept(transfer.trained):
+    with attention.training_only(), kept(attention.trained):
         apart = held_out(len(ids), most=JUDGED)
         learned = len(ids) - apart
-        best = BestLayers(transfer, [inputs(part) for part in torch.split(ids[learned if apart else 0 :], batch_size)])
-        groups = parameter_groups(transfer, scheme_learning_rate=scheme_learning_rate or learning_rate or found.scheme)
+        best = BestLayers(attention, [inputs(part) for part in torch.split(ids[learned if apart else 0 :], batch_size)])
+        groups = parameter_groups(attention, scheme_learning_rate=scheme_learning_rate or learning_rate or found.scheme)
         optimizer = torch.optim.Adam(groups, lr=learning_rate or found.model)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         for step in range(steps):
             optimizer.zero_grad()
             chosen = torch.randint(learned, (batch_size,), generator=order).to(ids.device)
-            (len(transfer.attentions) * transfer(**inputs(ids[chosen]))["loss"]).backward()
+            (len(attention.attentions) * attention(**inputs(ids[chosen]))["loss"]).backward()
             optimizer.step()
             schedule.step()
             # Under autocast, the casts of the weights before the step would serve on.
@@ -384,8 +384,8 @@ def places_of(model: PreTrainedModel, architecture: Architecture) -> list[tuple[
         if geometry.axes > 1 or (geometry.inv_freq is None and geometry.native_table("t5") is None):
             raise OptionError(
                 f"The {type(model).__name__} adds its own encoding to what it reads, so its attention does not show "
-                "what positions do in it, and cannot be matched layer by layer. Convert it without that, or in a run "
-                "with conversion.native: handover."
+                "what positions do in it, and cannot be transferred layer by layer. Convert it without that, or in a "
+                "run with conversion.native: handover."
             )
         found.append((stack, layer))
     return found

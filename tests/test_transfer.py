@@ -24,8 +24,8 @@ from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.loading import load_tiny_llama
 from hf_posenc.recipes.runs import run
 from hf_posenc.recipes.training import fit_bias
-from hf_posenc.recipes.training import transfer as matching
-from hf_posenc.recipes.training.transfer import AttentionTransfer, match
+from hf_posenc.recipes.training import transfer as transfers
+from hf_posenc.recipes.training.transfer import AttentionTransfer, transfer
 from hf_posenc.scheme import Scheme
 
 pytestmark = pytest.mark.usefixtures("plain_pictures")
@@ -40,7 +40,7 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if id(p) not in new}
 
 
-def matchable() -> list[tuple[str, str]]:
+def transferable() -> list[tuple[str, str]]:
     """Return the schemes that have weights in attention as they come, on what has an encoding there."""
     geometry = hf_posenc.Geometry(heads=2, kv_heads=2, head_dim=8, hidden_size=16, max_positions=64, last=False)
     made = {name: hf_posenc.build(name, geometry) for name in hf_posenc.schemes()}
@@ -48,7 +48,7 @@ def matchable() -> list[tuple[str, str]]:
     return [(architecture, name) for architecture in ("llama", "t5") for name in found]
 
 
-@pytest.mark.parametrize(("architecture", "name"), matchable())
+@pytest.mark.parametrize(("architecture", "name"), transferable())
 def test_only_the_scheme_changes_and_attention_gets_no_further_away(architecture: str, name: str) -> None:
     model = patched(architecture, name).train()
     model.get_output_embeddings().eval()
@@ -62,7 +62,7 @@ def test_only_the_scheme_changes_and_attention_gets_no_further_away(architecture
         after = weights_of(model)
         assert all(torch.equal(after[name], value) for name, value in before.items())
 
-    found = match(model, tokens(architecture, 9, 21), steps=4, batch_size=3, progress=look)
+    found = transfer(model, tokens(architecture, 9, 21), steps=4, batch_size=3, progress=look)
     assert torch.equal(torch.get_rng_state(), drawn)
     assert sum(found.after) <= sum(found.before)
     look(4)
@@ -85,14 +85,14 @@ def test_a_scheme_that_can_say_it_all_does() -> None:
         if isinstance(module, Scheme):
             for parameter in module.parameters():
                 torch.nn.init.zeros_(parameter)
-    found = match(model, tokens("t5", 64, 48), steps=120, learning_rate=5e-2)
+    found = transfer(model, tokens("t5", 64, 48), steps=120, learning_rate=5e-2)
     assert max(found.before) > 0.3
     assert max(found.after) < 0.05
 
 
 @pytest.mark.parametrize("name", once(["disentangled", "transformer_xl", "cape"]))
 def test_attention_gets_nearer(name: str) -> None:
-    found = match(hf_posenc.patch(checkpoint("llama"), name), tokens("llama", 32, 33), steps=60)
+    found = transfer(hf_posenc.patch(checkpoint("llama"), name), tokens("llama", 32, 33), steps=60)
     assert sum(found.after) < 0.6 * sum(found.before)
     assert len(found.after) == len(found.before) == checkpoint("llama").config.num_hidden_layers
 
@@ -105,7 +105,7 @@ def test_every_layer_reads_what_it_reads_in_the_stock_model() -> None:
     for module in whole.modules():
         if isinstance(module, Scheme):
             module.load_state_dict(next(m for m in one.modules() if isinstance(m, Scheme)).state_dict())
-    all_layers, alone = match(whole, ids, steps=1), match(one, ids, steps=1)
+    all_layers, alone = transfer(whole, ids, steps=1), transfer(one, ids, steps=1)
     assert all_layers.before[1] == pytest.approx(alone.before[0], rel=1e-5)
 
 
@@ -115,9 +115,9 @@ def test_long_windows_are_cut_and_batches_do_not_matter_to_what_judges() -> None
     other, small = copy.deepcopy(one), copy.deepcopy(one)
     length = one.config.max_position_embeddings
     ids = tokens("llama", 2, 2 * length + 3)
-    whole = match(one, ids, steps=2, batch_size=2)
-    assert whole == match(other, ids[:, : 2 * length].reshape(-1, length), steps=2, batch_size=2)
-    assert match(small, ids, steps=1, batch_size=1).before == pytest.approx(whole.before, rel=1e-4)
+    whole = transfer(one, ids, steps=2, batch_size=2)
+    assert whole == transfer(other, ids[:, : 2 * length].reshape(-1, length), steps=2, batch_size=2)
+    assert transfer(small, ids, steps=1, batch_size=1).before == pytest.approx(whole.before, rel=1e-4)
 
 
 @pytest.mark.parametrize("rate", [0.3, 1e4, 1e12])
@@ -129,14 +129,14 @@ def test_a_fit_that_leads_away_is_taken_back(rate: float, caplog: pytest.LogCapt
     _, tokenizer = load_tiny_llama()
     text = torch.tensor(tokenizer(builtin_text("train")[:10_000])["input_ids"][: 4 * 64]).view(4, 64)
     odd = torch.randint(40, 43, (12, 64), generator=torch.Generator().manual_seed(0))
-    found = match(model, torch.cat([odd, text]), steps=12, batch_size=4, learning_rate=rate)
+    found = transfer(model, torch.cat([odd, text]), steps=12, batch_size=4, learning_rate=rate)
     assert all(after <= before for after, before in zip(found.after, found.before, strict=True))
     if rate > 1:
         assert found.after == found.before
         assert not found.accepted
         assert [record.message for record in caplog.records] == [found.sentence]
         assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    assert rate > 1 or match(model, odd, steps=12, batch_size=4, learning_rate=rate).accepted
+    assert rate > 1 or transfer(model, odd, steps=12, batch_size=4, learning_rate=rate).accepted
 
 
 def test_a_fit_that_is_broken_off_leaves_the_model_as_it_was() -> None:
@@ -149,7 +149,7 @@ def test_a_fit_that_is_broken_off_leaves_the_model_as_it_was() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        match(model, tokens("llama", 4, 17), steps=5, progress=stop)
+        transfer(model, tokens("llama", 4, 17), steps=5, progress=stop)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert [p.requires_grad for p in model.parameters()] == trained
     assert all(p.grad is None for p in model.parameters())
@@ -162,7 +162,7 @@ def test_a_feed_forward_may_have_a_forward_of_its_own() -> None:
     module: Any = model.model.layers[0].mlp
     module.forward = functools.partial(type(module).forward, module)
     own = module.forward
-    match(model, tokens("llama", 4, 17), steps=1)
+    transfer(model, tokens("llama", 4, 17), steps=1)
     assert module.forward is own
     assert "forward" not in vars(model.model.layers[1].mlp)
 
@@ -184,7 +184,7 @@ def test_packed_documents_do_not_see_each_other(name: str) -> None:
 
 def test_a_packed_document_that_is_cut_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = patched("llama", "fire"), tokens("llama", 1, 48)
-    monkeypatch.setattr(matching, "trained_length", lambda config: 24)
+    monkeypatch.setattr(transfers, "trained_length", lambda config: 24)
     positions = torch.cat([torch.arange(30), torch.arange(18)])[None]
     cut = torch.cat([torch.arange(24), torch.arange(6), torch.arange(18)]).view(2, 24)
     wanted = distance(model, ids.view(2, 24), position_ids=cut)
@@ -199,8 +199,8 @@ def test_it_learns_where_the_caller_wants_no_gradients() -> None:
     other = copy.deepcopy(one)
     ids = tokens("llama", 4, 17)
     with torch.inference_mode():
-        found = match(one, ids.clone(), steps=3)
-    assert found == match(other, ids, steps=3)
+        found = transfer(one, ids.clone(), steps=3)
+    assert found == transfer(other, ids, steps=3)
     loss(one, "llama", ids).backward()
 
 
@@ -216,28 +216,28 @@ def test_what_cannot_be_fitted(architecture: str, name: str, said: str) -> None:
     model = patched(architecture, name)
     trained = [p.requires_grad for p in model.parameters()]
     with pytest.raises(OptionError, match=said):
-        match(model, tokens(architecture, 4, 17), steps=1)
+        transfer(model, tokens(architecture, 4, 17), steps=1)
     assert [p.requires_grad for p in model.parameters()] == trained
 
 
 def test_bad_input() -> None:
     ids = tokens("llama", 4, 17)
     with pytest.raises(NotPatchedError, match="is not patched"):
-        match(stock("llama"), ids)
+        transfer(stock("llama"), ids)
     with pytest.raises(OptionError, match="all are frozen"):
-        match(patched("llama", "shaw").requires_grad_(False), ids)
+        transfer(patched("llama", "shaw").requires_grad_(False), ids)
     model = patched("llama", "fire")
     for wrong in (ids[0], ids[:, :1], ids[:0], ids.tolist(), ids.float()):
         with pytest.raises(ShapeError, match="expected \\[windows, tokens\\]"):
-            match(model, wrong)
+            transfer(model, wrong)
     for token in (-1, 10**6):
-        with pytest.raises(ShapeError, match=f"match: ids has token {token}; expected 0 to "):
-            match(model, ids.masked_fill(ids == ids[1, 1], token))
+        with pytest.raises(ShapeError, match=f"transfer: ids has token {token}; expected 0 to "):
+            transfer(model, ids.masked_fill(ids == ids[1, 1], token))
     wrong: Any
     for name, least in (("steps", 1), ("batch_size", 1), ("seed", 0), ("learning_rate", None)):
         for wrong in (-1, math.nan, math.inf, "x", [], True, 10**309, *((least - 1, 2.5) if least else (0.0,))):
-            with pytest.raises(OptionError, match=rf"^match\({name}=.*: expected a (whole number|positive)[^\n]*$"):
-                match(model, ids, **{name: wrong})
+            with pytest.raises(OptionError, match=rf"^transfer\({name}=.*: expected a (whole number|positive)[^\n]*$"):
+                transfer(model, ids, **{name: wrong})
 
 
 def test_a_run_says_that_its_start_was_not_fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
