@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from grid import once
 from test_recipe_files import one_line, strict_json
 from test_run import BASE, Stop, stop_after, text_file, weights
 
@@ -93,42 +92,68 @@ UNSEEN = ("one byte", "zeros")
 WRONG = (None, "x", [], {}, -1, 2.5, True, 10**400, ...)
 
 
-def damages(folder: Path) -> Iterator[tuple[str, Path, Damage, bool]]:
-    """What may be damaged in a folder: name, file, damage, and whether its checkpoint is marked as whole after it."""
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"):
-        name, is_kept = path.relative_to(folder).as_posix(), path.parent.name.startswith("checkpoint-")
-        for marks in (False, True) if is_kept and path.name != files.MARKER else (False,):
-            for way, damage in WHOLE.items():
-                if not (marks and way in UNSEEN):
-                    yield f"{name}, {way}, {marks}", path, damage, marks
-            # A wrong value for each key, in turn.
-            for turn, place in enumerate(places(json.loads(path.read_bytes())) if path.suffix == ".json" else ()):
-                if not marks or path.name == "trainer_state.json":
-                    value = WRONG[turn % len(WRONG)]
-                    change = partial(with_another, path=place, value=value)
-                    yield f"{name}, {place} = {str(value)[:9]}, {marks}", path, change, marks
+def damages(path: Path) -> Iterator[tuple[str, Damage]]:
+    """Ways to damage a file, by name: as a whole, and a wrong value for each key of JSON in turn."""
+    yield from WHOLE.items()
+    for turn, place in enumerate(places(json.loads(path.read_bytes())) if path.suffix == ".json" else ()):
+        value = WRONG[turn % len(WRONG)]
+        yield f"{place} = {str(value)[:9]}", partial(with_another, path=place, value=value)
 
 
-# A sample by default: each 300th.
-SAMPLES = once([("training", 300), ("training", 4), ("transfer", 4)])
+def spoil(path: Path, damage: Damage) -> None:
+    content = damage(path.read_bytes())
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content)
 
 
-@pytest.mark.parametrize(("stage", "every"), SAMPLES)
-def test_a_damaged_file_is_an_error_or_does_no_harm(
-    stage: str, every: int, runs: tuple[dict[str, Path], Path], tmp_path: Path
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+
+
+@pytest.mark.parametrize("stage", STOPS)
+def test_a_checkpoint_with_a_damaged_file_counts_as_none(
+    stage: str, runs: tuple[dict[str, Path], Path], tmp_path: Path
+) -> None:
+    folder = runs[0][stage] / layout.CHECKPOINTS / ("transfer" if stage == "transfer" else ".")
+    last = files.last(folder)
+    assert last is not None
+    shutil.copytree(last, tmp_path / last.name)
+    for path in files_of(tmp_path / last.name):
+        before = path.read_bytes()
+        for name, damage in damages(path):
+            spoil(path, damage)
+            assert files.last(tmp_path) is None or path.read_bytes() == before, f"{path.name}, {name}"
+            path.write_bytes(before)
+    assert files.last(tmp_path) == tmp_path / last.name
+
+
+def resumed(folder: Path) -> Iterator[tuple[Path, str, Damage, bool]]:
+    """Damages after which to resume a run: one of each file, in checkpoints one that their marks do not show."""
+    for number, path in enumerate(files_of(folder)):
+        marks = path.parent.name.startswith("checkpoint-")
+        ways = [way for way in damages(path) if not (marks and way[0] in UNSEEN)]
+        if path.name != files.MARKER:
+            yield path, *ways[number % len(ways)], marks
+
+
+# By default a run is resumed with a damage of each ninth file.
+SAMPLES = [(stage, 9, 4) for stage in STOPS] + [pytest.param(stage, 1, 0, marks=pytest.mark.grid) for stage in STOPS]
+
+
+@pytest.mark.parametrize(("stage", "every", "first"), SAMPLES)
+def test_a_run_with_a_damaged_file_ends_with_the_same_weights_or_an_error(
+    stage: str, every: int, first: int, runs: tuple[dict[str, Path], Path], tmp_path: Path
 ) -> None:
     stopped, whole = runs
     wanted = weights(whole)
-    for name, path, damage, marks in list(damages(stopped[stage]))[every // 2 :: every]:
+    for path, name, damage, marks in list(resumed(stopped[stage]))[first::every]:
         out = tmp_path / "out"
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(stopped[stage], out)
         there = out / path.relative_to(stopped[stage])
-        content = damage(there.read_bytes())
-        if content is None:
-            there.unlink()
-        else:
-            there.write_bytes(content)
+        spoil(there, damage)
         if marks:
             files._mark(there.parent)
         try:
@@ -136,7 +161,7 @@ def test_a_damaged_file_is_an_error_or_does_no_harm(
         except PosencError as error:
             one_line(error)
         except BaseException as error:
-            raise AssertionError(f"{name}: {type(error).__name__}: {error}") from error
+            raise AssertionError(f"{there}, {name}: {type(error).__name__}: {error}") from error
         else:
-            assert found.keys() == wanted.keys(), name
-            assert all(tensor.equal(wanted[key]) for key, tensor in found.items()), name
+            assert found.keys() == wanted.keys(), (there, name)
+            assert all(tensor.equal(wanted[key]) for key, tensor in found.items()), (there, name)

@@ -211,6 +211,8 @@ def go_on(trainer: AdaptationTrainer, checkpoint: Path | None) -> None:
         state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
         if state.global_step != files.step_of(checkpoint):
             raise ValueError(f"it is of step {shown(state.global_step)}")
+        if not isinstance(state.best_model_checkpoint, str | None):
+            raise ValueError(f"its best_model_checkpoint is {shown(state.best_model_checkpoint)}")
     if state.global_step < trainer.args.max_steps:
         trainer.train(resume_from_checkpoint=str(checkpoint))
         return
