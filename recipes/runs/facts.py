@@ -67,9 +67,12 @@ class Facts:
     memory: str = ""
     writes: str = ""
 
-    def unfitted(self, sentence: str) -> Facts:
-        """Return the facts of a run whose start was not fitted, which a sentence explains."""
-        return replace(self, start=self.start.partition(_FITTED)[0], cautions=(*self.cautions, sentence))
+    def with_verdict(self, found: Mapping[str, Any] | None) -> Facts:
+        """Return the facts after the verdict on a fit or a transfer, a caution if the start was not accepted."""
+        if found is None or found["accepted"]:
+            return self
+        cautions = (*self.cautions, found["sentence"])
+        return replace(self, start=self.start.partition(_FITTED)[0], cautions=cautions)
 
     @property
     def encoding(self) -> str | None:

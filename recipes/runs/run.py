@@ -141,9 +141,12 @@ def _run(
     record, case, together = record_of(folder), Case.of(recipe), processes()
     facts, micro = forecast(case, command or record.get("command", ""))
     context = Context(case, folder, measurements, console)
-    for stage in stages.training(recipe):
-        _tell_damage(context, stage.folder(context))
-    has_checkpoint = any(files.last(stage.folder(context)) for stage in stages.training(recipe))
+    if context.checkpoint is not None:
+        facts = facts.with_verdict(record.get(files.FIT)).with_verdict(record.get(files.TRANSFER))
+    places = [stage.folder(context) for stage in stages.training(recipe)]
+    for place in places:
+        _tell_damage(context, place)
+    has_checkpoint = any(map(files.last, places))
     # Micro batches round differently, so a resumed run takes those that it began with, whatever memory is free now.
     if has_checkpoint or (context.checkpoints / "transfer" / files.TRANSFERRED).is_file():
         micro = record.get(files.MICRO, {}).get(str(together.num_processes), micro)
@@ -161,13 +164,11 @@ def _run(
             for note in case.suite.notes:
                 context.say(note)
         recipe = sized(recipe, micro)
-        for preparing in stages.preparing(recipe):
-            preparing.run(context, work)
-        trained = stages.training(recipe)
-        if console is not None:
-            context.say(f"time       {_time(context, work, trained)}")
-        for stage in trained:
-            stage.run(context, work)
+        for stage in stages.stages(recipe):
+            if console is not None and isinstance(stage, Trained) and not stage.begins:
+                context.say(f"time       {_time(context, work, stages.training(recipe))}")
+            if not stage.finished(context):
+                stage.run(context, work)
         return _finish(context, work)
 
 

@@ -117,6 +117,13 @@ class Context:
         if self.console is not None:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
+    def judged(self, work: Work, key: str, found: Mapping[str, Any]) -> None:
+        """Keep the verdict on a start in run.json, and in the facts if the start was not accepted."""
+        self.say(found["sentence"])
+        assert work.facts is not None
+        work.facts = work.facts.with_verdict(found)
+        self.record(work.facts, **{key: found})
+
     def record(self, facts: Facts, **entries: Any) -> None:
         """Write the facts of the run and other entries into run.json."""
         if processes().is_main_process:
@@ -155,7 +162,7 @@ class Stage:
     """A stage of a run.
 
     `check` does to a model without weights what `run` will do to the model, and raises if `run` would: a dry run is the
-    check of each stage. `run` continues where a stopped run was.
+    check of each stage. `run` continues where a stopped run was, unless the stage is `finished`.
     """
 
     recipe: Recipe
@@ -163,6 +170,10 @@ class Stage:
     def check(self, case: Case, work: Work) -> None:
         """Raise `PosencError` for what cannot run; `work` has a model on the meta device."""
         raise NotImplementedError
+
+    def finished(self, context: Context) -> bool:
+        """Whether a checkpoint of a later stage has all that it does."""
+        return False
 
     def run(self, context: Context, work: Work) -> None:
         """Do what is left of the stage."""

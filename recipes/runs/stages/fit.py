@@ -21,21 +21,10 @@ class Fit(Stage):
     def check(self, case: Case, work: Work) -> None:
         check_fit(work.model)
 
-    def run(self, context: Context, work: Work) -> None:
-        found = files.record_of(context.folder).get(files.FIT)
-        if not self.finished(context):
-            found = self._fit(context, work)
-            context.say(found["sentence"])
-        assert work.facts is not None
-        if found is not None and not found["accepted"]:
-            work.facts = work.facts.unfitted(found["sentence"])
-        context.record(work.facts, **{files.FIT: found})
-
     def finished(self, context: Context) -> bool:
-        """Whether the weights of a checkpoint will replace the fitted ones."""
         return context.checkpoint is not None
 
-    def _fit(self, context: Context, work: Work) -> files.Fitted:
+    def run(self, context: Context, work: Work) -> None:
         model, text = work.model, context.case.text(self.recipe.training)
         # A handover ends without the native encoding, so the fit is judged without it.
         fades = self.recipe.conversion.native == "handover"
@@ -45,4 +34,4 @@ class Fit(Stage):
         result = fit(model, ids=ids.to(model.device), corrupt=text.corrupt)
         if fades:
             set_strength(model)
-        return {"accepted": result.accepted, "sentence": result.sentence}
+        context.judged(work, files.FIT, {"accepted": result.accepted, "sentence": result.sentence})

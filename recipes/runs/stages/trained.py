@@ -89,10 +89,6 @@ class Trained(Stage):
         """Whether its last step saves a checkpoint, for a stage that follows."""
         return False
 
-    def finished(self, context: Context) -> bool:
-        """Whether all of its steps are done."""
-        return self.done(context) >= self.settings.steps
-
     def done(self, context: Context) -> int:
         """Return the steps that a stopped run has done."""
         last = files.last(self.folder(context))

@@ -46,8 +46,11 @@ class Transfer(Trained):
         AttentionTransfer(work.model, projections=self.recipe.moves_projections)
         super().check(case, work)
 
+    def finished(self, context: Context) -> bool:
+        return context.checkpoint is not None
+
     def done(self, context: Context) -> int:
-        is_over = context.checkpoint is not None or (self.folder(context) / files.TRANSFERRED).is_file()
+        is_over = self.finished(context) or (self.folder(context) / files.TRANSFERRED).is_file()
         return self.settings.steps if is_over else super().done(context)
 
     @contextmanager
@@ -59,17 +62,7 @@ class Transfer(Trained):
             yield transfer
 
     def run(self, context: Context, work: Work) -> None:
-        """Train, unless the result is there, and measure before it; the verdict goes into run.json."""
-        found = files.record_of(context.folder).get(files.TRANSFER)
-        if context.checkpoint is None:
-            found = self._transfer(context, work)
-            context.say(found["sentence"])
-        assert work.facts is not None
-        if found is not None and not found["accepted"]:
-            work.facts = work.facts.unfitted(found["sentence"])
-        context.record(work.facts, **{files.TRANSFER: found})
-
-    def _transfer(self, context: Context, work: Work) -> dict[str, Any]:
+        """Train, unless the result is there, and measure before it."""
         folder, text = self.folder(context), context.case.text(self.settings)
         result, collate = folder / files.TRANSFERRED, text.collate or default_data_collator
         with self.module(work) as transfer:
@@ -92,7 +85,7 @@ class Transfer(Trained):
             with published(result) as unfinished:
                 best.save(unfinished)
         processes().wait_for_everyone()
-        return asdict(found)
+        context.judged(work, files.TRANSFER, asdict(found))
 
 
 def set_aside(windows: Any, training: Training) -> tuple[list[list[Any]], Any]:
