@@ -30,10 +30,8 @@ from hf_posenc.patches.architecture import (
 )
 from hf_posenc.patches.attention import CONTEXT, PosencAttention
 from hf_posenc.patches.body import PosencBody
-from hf_posenc.patches.checkpoint import PosencConfig
 from hf_posenc.patches.context import Context, Native, Switch
 from hf_posenc.patches.layer import PosencLayer
-from hf_posenc.patches.context import Context, Switch
 from hf_posenc.patches.locks import PosencConfig
 from hf_posenc.patches.models import PosencGenerator, PosencModel
 from hf_posenc.patches.probe import (

@@ -275,21 +275,21 @@ class Case:
         return self.asked.recipe.training.steps * self.asked.recipe.training.batch_size * self.length
 
     @property
-    def wanted(self) -> str | None:
+    def wanted(self) -> str | float | None:
         """The fate of the model's own encoding that is asked for: by its key, by the goal, or for want of rows."""
         if self.asked.gives("conversion.native") or self.asked.goal == "remove":
             return self.asked.recipe.conversion.native
         return "remove" if self.extends and self.facts.native == "table" else None
 
     @property
-    def fate(self) -> str:
+    def fate(self) -> str | float:
         """The fate of the model's own encoding that suits, whether all layers can take it or not."""
         # Without the model's own weights, nothing learns to do without its encoding.
         alone = self.recipe.adapter.kind == "scheme" and not self.start.exact
         return self.wanted or ("keep" if alone else self.start.native)
 
     @property
-    def untransferred(self) -> str:
+    def untransferred(self) -> str | float:
         """`conversion.native` where no attention transfer comes first."""
         # All layers fade alike, also those that are made local.
         fades = of_config(self.facts.config).native_fades and not self.asked.gives("conversion.window")
@@ -342,7 +342,7 @@ def _transfer_steps(case: Case) -> int:
     return max(1, min(_TRANSFER, case.tokens) // (case.facts.processes * case.length))
 
 
-def _native(case: Case) -> str:
+def _native(case: Case) -> str | float:
     if case.info is None:
         return case.recipe.conversion.native
     if not case.transfers:
