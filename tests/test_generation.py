@@ -91,6 +91,7 @@ def test_the_prompt_holds_the_answer(task: str) -> None:
         assert prompt.split()[-1] + answer in prompt
 
 
+@pytest.mark.grid  # it trains and writes with two models
 def test_a_run_says_what_its_model_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "_WRITTEN", 8)
     monkeypatch.setattr(generation, "_UP_TO", (4, 8))

@@ -126,13 +126,13 @@ class Request:
 
     Attributes:
         models: Models as `subjects` reads them; the first is the reference.
-        measures: Names in `MEASURES`; `None` means those that need no special training.
+        measures: Names in `MEASURES`; `None` means the usual ones.
         text: A local file or folder, or "builtin"; `None` means the held-out text of the runs among the models if all
             have the same, else "builtin" if one of the models is the built-in one.
         column: Column of the text, in files with columns.
         contexts: Context lengths in tokens; `None` means a quarter to eight times the trained length.
         trained_length: Tokens per window in training; `None` means the length in the first model's config.
-        samples: Windows, keys, sequences or examples of each kind.
+        samples: Windows, sequences or examples of each kind.
         batch_size: Windows or examples per forward.
         seed: Random seed of all samples.
     """
@@ -162,18 +162,7 @@ class Request:
             loading.language_class(subject.base, config)
         tokenizer, kind, device = first.tokenizer(), loading.auto_class(configs[0]), processes().device
         text, documents = self._documents(found)
-        sample = "".join(document["text"] or "" for document in itertools.islice(documents, _DOCUMENTS))[:_SAMPLE]
-        for other, config in zip(found[1:], configs[1:], strict=True):
-            if loading.auto_class(config) is not kind:
-                raise OptionError(
-                    f"{first.name} and {other.name} are of two kinds (causal, masked, encoder-decoder), so they are "
-                    "not measured by the same things. Evaluate them apart."
-                )
-            if encode(other.tokenizer(), [sample]) != encode(tokenizer, [sample]):
-                raise OptionError(
-                    f"{other.name} makes other tokens of the text than {first.name}, so figures per token cannot be "
-                    "compared. Evaluate models with the same tokenizer."
-                )
+        _check_alike(found, configs, documents)
         ids = token_ids(documents, tokenizer)
         own = self.trained_length or loading.trained_length(configs[0]) or _USUAL_LENGTH
         filled = replace(
@@ -232,6 +221,23 @@ class Request:
         if not runs or any(data != runs[0] for data in runs):
             return sources.BUILTIN, read_text(text_for(*(subject.base for subject in found)))
         return f"held out by the runs from {runs[0].held_out or runs[0].read_from}", sources.read(runs[0])[1]
+
+
+def _check_alike(found: Sequence[Subject], configs: Sequence[Any], documents: sources.Documents) -> None:
+    """Raise an `OptionError` unless all models are of one kind and make the same tokens of a text."""
+    sample = "".join(document["text"] or "" for document in itertools.islice(documents, _DOCUMENTS))[:_SAMPLE]
+    kind, tokens = loading.auto_class(configs[0]), encode(found[0].tokenizer(), [sample])
+    for other, config in zip(found[1:], configs[1:], strict=True):
+        if loading.auto_class(config) is not kind:
+            raise OptionError(
+                f"{found[0].name} and {other.name} are of two kinds (causal, masked, encoder-decoder), so they are not "
+                "measured by the same things. Evaluate them apart."
+            )
+        if encode(other.tokenizer(), [sample]) != tokens:
+            raise OptionError(
+                f"{other.name} makes other tokens of the text than {found[0].name}, so figures per token cannot be "
+                "compared. Evaluate models with the same tokenizer."
+            )
 
 
 def text_for(*models: str, text: str | None = None) -> str:
