@@ -90,7 +90,7 @@ def recommend(found: Mapping[str, Findings], trained: int, farthest: int, *, is_
     cautions = (
         f"Intervals cover the choice of {control.windows} windows of text. Each scheme was trained once; another seed "
         "would change its figures, too.",
-        f"Of {len(verdicts)} schemes that are compared with one control, about one in twenty differs by chance alone.",
+        "About one in twenty comparisons with the control differs by chance alone.",
         "The best scheme after this budget need not be the best after a longer one.",
     )
     return Recommendation(near, far, overall, headline, tuple(reasons), cautions, verdicts)
