@@ -16,9 +16,9 @@ from types import ModuleType
 
 
 class _Hook(importlib.abc.MetaPathFinder):
-    """A finder that leaves the finding to others, and notices when the imports of some packages end.
+    """An import hook that delegates every search, and registers when the outermost import of a watched package ends.
 
-    Any loaded one of `triggers` starts the registration: the function `register_all` of `module`.
+    It calls `register_all` of `module` as soon as one of `triggers` is loaded.
     """
 
     def __init__(self, packages: tuple[str, ...], triggers: tuple[str, ...], module: str) -> None:
@@ -28,7 +28,7 @@ class _Hook(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name.partition(".")[0] not in self.packages:
             return None
-        # Only those behind it: two hooks that ask each other, of two copies of this module, would never end.
+        # Ask later finders only, or two copies of this hook would call each other forever.
         behind = itertools.islice(itertools.dropwhile(lambda finder: finder is not self, sys.meta_path), 1, None)
         found = (finder.find_spec(name, path, target) for finder in behind)
         spec = next((spec for spec in found if spec is not None), None)

@@ -1,4 +1,4 @@
-"""The binding of an adapter's files to each other, and to the weights of the model under it."""
+"""Files of LoRA adapters: a digest binds them to each other, and a fingerprint to the weights of their base."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def check(weights: Path, expected: Mapping[str, Tensor]) -> None:
 
 
 def _is_kin(found: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether weights of one type may be read into those of another."""
+    """Whether weights of one dtype may be read into weights of another."""
     return found == wanted or (found in _FLOATS and wanted in _FLOATS)
 
 

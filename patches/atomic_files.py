@@ -59,7 +59,7 @@ def storing(place: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(what: str, advice: str = "", kind: type[PosencError] = CheckpointError) -> Iterator[None]:
-    """Raise an error of one line, which ends with advice, where something to read is damaged or out of reach."""
+    """Turn any error of a reader into one line, which ends with advice."""
     try:
         yield
     except PosencError:
@@ -121,7 +121,7 @@ def publish(unfinished: Path, final: Path) -> None:
 
 @contextlib.contextmanager
 def in_place(out: Path) -> Iterator[Path]:
-    """Give a directory to write to as it is, for the errors of `whole_files` where that cannot be used."""
+    """Give the directory itself, with the errors of `whole_files`."""
     with _writing(out):
         if out.is_file():
             raise OutputError(f"{out} is a file, and a model is saved to a directory. Choose another name.")
@@ -131,7 +131,7 @@ def in_place(out: Path) -> Iterator[Path]:
 def saving(
     out: Path, part_of: Callable[[str], object] = lambda name: None, *, exposed: bool = False
 ) -> contextlib.AbstractContextManager[Path]:
-    """Give a directory to save to: that of `whole_files`, or `out`, if others must see it or write it meanwhile."""
+    """Give the directory of `whole_files`; or `out` itself, if it is uploaded or other processes write to it, too."""
     torch = sys.modules.get("torch")  # which commands need not import for a directory
     is_shared = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
     return in_place(out) if exposed or is_shared else whole_files(out, part_of)
@@ -141,8 +141,8 @@ def saving(
 def whole_files(out: Path, part_of: Callable[[str], object] = lambda name: None) -> Iterator[Path]:
     """Give a directory to write files to, which go into `out` when the block ends, and vanish if it fails.
 
-    What `out` holds of other names stays. But `part_of` says of a name what its file is a part of, if of anything: if a
-    part of it is written, its other old parts are removed. Whoever writes the same directory meanwhile waits.
+    Files with other names stay. `part_of(name)` groups files that belong together, such as the shards of a checkpoint;
+    writing one of a group removes its old rest. Others who write the same directory wait.
 
     Raises:
         OutputError: `out` cannot be written.

@@ -21,9 +21,9 @@ from hf_posenc.patches.surgery import configs, is_patched, parts, stock_class
 
 
 def rename(part: Any, outers: Iterable[Any] = (), *, stock: bool = False) -> None:
-    """Replace the name of a model that is about to change; the old one is remembered if it names the stock model.
+    """Mark the configs of a model, and of the models around it, as unsaved; remember the name of the stock model.
 
-    A model that is about to be unpatched gets that of its `stock` model, where it is known. So do the models around it.
+    With `stock=True`, before the model is unpatched, restore that name.
     """
     for config in {id(config): config for config in (*configs(part), *(outer.config for outer in outers))}.values():
         if not is_patched(config):
@@ -87,7 +87,7 @@ def _references(held: list[Any]) -> int:
 
 
 def _holders(thing: Any, kind: type) -> list[Any]:
-    """Return all objects of a kind that have something as an attribute."""
+    """Return all objects of a class that hold an object as an attribute."""
     direct = gc.get_referrers(thing)
     tables = [holder for holder in direct if isinstance(holder, dict)]
     owners = [*direct, *(gc.get_referrers(*tables) if tables else ())]

@@ -96,7 +96,7 @@ def _equivalent(scheme: Scheme, place: str) -> Equivalent:
 
 
 def unfit(layer: Layer, what: str) -> ExportError:
-    """Return the error for a layer whose encoding a stock model cannot have; the subject of `what` is the scheme."""
+    """Return the `ExportError` for a layer; `what` completes "The scheme ..."."""
     return ExportError(f"Cannot export: {layer.place} {what}. {KEEP}")
 
 
