@@ -42,21 +42,8 @@ def attended(scheme: Scheme, mask: Tensor, executor: str | None, places: Tensor 
     given = {name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in size.items()}
     hidden = torch.randn(2, LENGTH, HIDDEN, generator=generator)
     places = torch.arange(LENGTH)[None] if places is None else places
-    seen = Positions(places, places)
-    projected = scheme.project(Tokens(positions=seen, hidden=hidden, common=scheme.common), **given)
-    call = Call(
-        scheme=scheme,
-        q=projected.q,
-        k=scheme.recall(projected.k, projected.state),
-        v=projected.v,
-        positions=seen,
-        reach=LENGTH,
-        scale=scheme.geometry.scale,
-        mask=from_tensor(mask, "all", (2, HEADS, LENGTH, LENGTH)),
-        state=projected.state,
-        own=projected.state,
-        tables=projected.tables,
-    )
+    tokens = Tokens(positions=Positions(places, places), hidden=hidden, common=scheme.common)
+    call = Call.of(scheme, tokens, **given, mask=from_tensor(mask, "all", (2, HEADS, LENGTH, LENGTH)), reach=LENGTH)
     output = scheme.finish(run(call, executor=executor)[0], hidden)
     scheme.zero_grad()
     (output * torch.randn(output.shape, generator=generator)).sum().backward()
