@@ -45,6 +45,7 @@ PAIRS = {
     "disentangled":    "gpt2 roberta mistral     | llama t5 gemma bert",
     "fox_pro":         "t5 gemma3                | llama gpt2 gpt_oss",
     "gated_output":    "llama gpt_neox           | gpt2 t5 qwen2 modernbert",
+    "near":            "t5                       | llama",
     "learned":         "gpt2 umt5 gemma          | llama t5 smollm3 vit",
     "nope":            "t5 smollm3               | llama gpt2 bert phi3",
     "selective_rope":  "llama qwen2 mt5          | gpt2 t5 gemma3 roberta",
