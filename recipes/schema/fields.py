@@ -33,8 +33,9 @@ def build(kind: type[T], content: Any, *, where: str, overrides: Sequence[str] =
     Overrides `section.key=value` are applied in place. A `RecipeError` begins with `where`.
     """
     override(kind, content, overrides)
+    hashable: Any = kind  # mypy takes no class of a type variable for it
     try:
-        found: T = _adapter(kind).validate_python(content)
+        found: T = _adapter(hashable).validate_python(content)
         return found
     except ValidationError as error:
         raise RecipeError(f"{where}: {_message(kind, error)}") from error
