@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import math
@@ -75,10 +74,6 @@ class Architecture(ABC):
     @abstractmethod
     def projections(self, attention: nn.Module) -> Mapping[str, nn.Module | None]:
         """Return the submodules that the patched forward calls, by name; `None` marks a missing one."""
-
-    def reading(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which layers are described one after another, and nothing else changes."""
-        return contextlib.nullcontext()
 
     def attributes(self, body: nn.Module, layer: int) -> Mapping[str, Any]:
         """Return what a patched attention needs to know besides its stock attributes; names begin with `posenc_`."""

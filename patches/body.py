@@ -118,7 +118,8 @@ class PosencBody(Switch):
         if not token_cache.is_known(cache) and any(isinstance(module, PosencAttention) for module in self.modules()):
             token_cache.check(cache)  # not of a stack that was left out
         given = self.given_positions(call)
-        request = read(call, ids if embeds is None else embeds, tokens_in(cache), given, call.pop(REAL, None))
+        tokens: Any = ids if embeds is None else embeds
+        request = read(call, tokens, tokens_in(cache), given, call.pop(REAL, None))
         inputs = self.inputs_of(call, request, coords)
         token_cache.refuse_packed(cache)
         if request.may_be_packed():

@@ -209,7 +209,7 @@ def read(
     mask = None if isinstance(stated, dict) else stated
     ruled = stated is None or (mask is not None and mask.ndim == 2)
     check_mask(mask)
-    request = Request(*tokens.shape[:2], tokens.device, past, mask, ruled, given)
+    request = Request(tokens.shape[0], tokens.shape[1], tokens.device, past, mask, ruled, given)
     check_length(request, counts=given is None)
     samples = stated_samples(call, request)
     return replace(request, samples=samples, real=real_tokens(mask, past, request.length) if real is None else real)

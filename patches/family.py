@@ -6,7 +6,6 @@ import copy
 import importlib
 import inspect
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import ModuleType
 from typing import Any, ClassVar, cast
@@ -42,7 +41,6 @@ from hf_posenc.patches.probe import (
     masks_have_windows,
     read_facts,
     refuse,
-    unchanged,
 )
 from hf_posenc.patches.rotary import changed_at, later_frequencies, of_kind
 
@@ -268,9 +266,6 @@ class Family(Architecture):
         rotary: nn.Module | None = getattr(body, "rotary_emb", None)
         kind = None if rotary is None else type(rotary)
         return read_facts(cast(Any, body).config, self.layer, self.attention, kind, layer)
-
-    def reading(self) -> AbstractContextManager[None]:
-        return unchanged()
 
     def attributes(self, body: nn.Module, layer: int) -> Mapping[str, Any]:
         facts = self.facts(body, layer)

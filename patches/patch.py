@@ -34,7 +34,7 @@ from hf_posenc.patches import composites, identity, record, share, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.attention import check_backend
 from hf_posenc.patches.context import DISABLED, Switch
-from hf_posenc.patches.record import FULL, Group, Part, Strengths
+from hf_posenc.patches.record import FULL, Group, Native, Part, Strengths
 from hf_posenc.patches.rotary import check_scheme
 from hf_posenc.patches.surgery import Sites, Stack
 from hf_posenc.scheme import Scheme
@@ -187,7 +187,7 @@ def set_strength(model: PreTrainedModel, *, native: float = 1.0, scheme: float =
         OptionError: A strength is out of range, or the model's own encoding was removed.
     """
     model = composites.part_to_convert(model)
-    groups = _groups(model, "set_strength")
+    sites, groups = _patched(model, "set_strength")
     for name, value in (("native", native), ("scheme", scheme)):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
             raise OptionError(f"set_strength: {name}={shown(value)}: expected a number from 0 to 1.")
@@ -196,7 +196,6 @@ def set_strength(model: PreTrainedModel, *, native: float = 1.0, scheme: float =
             "set_strength: the model's own encoding was removed, so there is nothing to hand over from. Patch with "
             "native='keep'."
         )
-    sites = Sites.of(model)
     architecture = sites.architecture
     if native != 1 and not architecture.native_fades:
         raise OptionError(
@@ -220,8 +219,8 @@ def drop_native(model: PreTrainedModel) -> None:
         NotPatchedError: The model is not patched.
     """
     model = composites.part_to_convert(model)
-    groups = [replace(group, native="remove") for group in _groups(model, "drop_native")]
-    sites = Sites.of(model)
+    sites, groups = _patched(model, "drop_native")
+    groups = [replace(group, native="remove") for group in groups]
     with surgery.all_or_nothing(model):
         for _, _, _, attention in sites.patched():
             attention.posenc_keeps_native = False
@@ -229,10 +228,11 @@ def drop_native(model: PreTrainedModel) -> None:
         _write(sites, groups, FULL)
 
 
-def _groups(model: PreTrainedModel, caller: str) -> list[Group]:
+def _patched(model: PreTrainedModel, caller: str) -> tuple[Sites, list[Group]]:
     surgery.check_patched(caller, model)
-    identity.refuse_part(of_model(model), model)
-    return record.from_config(model.config)
+    sites = Sites.of(model)
+    identity.refuse_part(sites.architecture, model)
+    return sites, record.from_config(model.config)
 
 
 def _write(sites: Sites, groups: list[Group], strengths: Strengths) -> None:
@@ -322,40 +322,21 @@ def prepare(
     """Check everything about a patch and build its schemes, without touching the model."""
     refuse_wrapped(model)
     model = composites.part_to_convert(model)
-    architecture = of_model(model)
-    identity.refuse_part(architecture, model)
     sites = Sites.of(model)
+    architecture = sites.architecture
+    identity.refuse_part(architecture, model)
     surgery.check_record(sites)
     check_scheme(scheme)
     info = registry.get(scheme)
     check_backend(getattr(model.config, "_attn_implementation", None))
     wanted = _choose_stacks(sites, stacks)
     chosen = {name: choose_layers(layers, len(stack.attentions)) for name, stack in wanted.items()}
-    _check_layers(architecture, wanted, chosen)
-    for stack in wanted.values():
-        architecture.check_native(stack.body)
+    _check_stacks(sites, wanted, chosen)
     stays = share.resolve(
         native, _rotations(sites, chosen), what=architecture.native, shares=architecture.native_shares
     )
-    is_causal = any(architecture.geometry(stack.body, 0).causal for stack in wanted.values())
-    if is_causal and getattr(model.config, "is_causal", True) is False:
-        raise DirectionError(
-            f"The config says is_causal=False, but {architecture.name} is patched as causal attention only. Use a "
-            "model whose tokens see earlier ones."
-        )
     kept = _kept(record.from_config(model.config), chosen)
-    if any(group.native != stays for group in kept) and not architecture.native_per_layer:
-        raise LayerSelectionError(
-            f"The {architecture.native} of {architecture.name} enters before the first layer, so it is there for all "
-            f"layers or for none: earlier layers were patched with native={kept[0].native!r}, got native={native!r}. "
-            "Use the same, or unpatch first."
-        )
-    strengths = record.strengths_from_config(model.config)
-    if kept and strengths != FULL:
-        raise OptionError(
-            f"Other layers are in the middle of a handover (native={strengths.native:g}, scheme={strengths.scheme:g}), "
-            "and all layers share their strengths. Bring both to 1 (hf_posenc.set_strength) first, or drop_native."
-        )
+    _check_kept(sites, kept, stays)
     neutral = info.cls.neutral_options or {}
     # The caller already decided on the start if an option is given that a neutral start would set.
     if stays != "remove" and neutral.keys().isdisjoint(options):
@@ -378,6 +359,37 @@ def _rotations(sites: Sites, chosen: Mapping[str, tuple[int, ...]]) -> Iterator[
             for layer in layers:
                 kind = architecture.attributes(body, layer).get("posenc_kind", "")
                 yield kind, architecture.geometry(body, layer)
+
+
+def _check_stacks(sites: Sites, stacks: dict[str, Stack], chosen: dict[str, tuple[int, ...]]) -> None:
+    """Raise unless the chosen layers are as the architecture and the config describe them."""
+    architecture = sites.architecture
+    for name, stack in stacks.items():
+        for layer in chosen[name]:
+            _check_layer(architecture, name, layer, stack.attentions[layer])
+        architecture.check_native(stack.body)
+    is_causal = any(architecture.geometry(stack.body, 0).causal for stack in stacks.values())
+    if is_causal and getattr(sites.model.config, "is_causal", True) is False:
+        raise DirectionError(
+            f"The config says is_causal=False, but {architecture.name} is patched as causal attention only. Use a "
+            "model whose tokens see earlier ones."
+        )
+
+
+def _check_kept(sites: Sites, kept: list[Group], native: Native) -> None:
+    """Raise unless a new group goes together with those that stay."""
+    architecture, strengths = sites.architecture, record.strengths_from_config(sites.model.config)
+    if any(group.native != native for group in kept) and not architecture.native_per_layer:
+        raise LayerSelectionError(
+            f"The {architecture.native} of {architecture.name} enters before the first layer, so it is there for all "
+            f"layers or for none: earlier layers were patched with native={kept[0].native!r}, got native={native!r}. "
+            "Use the same, or unpatch first."
+        )
+    if kept and strengths != FULL:
+        raise OptionError(
+            f"Other layers are in the middle of a handover (native={strengths.native:g}, scheme={strengths.scheme:g}), "
+            "and all layers share their strengths. Bring both to 1 (hf_posenc.set_strength) first, or drop_native."
+        )
 
 
 def _warnings(sites: Sites, group: Group, kept: list[Group], built: dict[str, dict[int, Scheme]]) -> list[str]:
@@ -491,25 +503,20 @@ def _index(layers: object, name: Any, count: int) -> int:
     return index % count
 
 
-def _check_layers(architecture: Architecture, stacks: dict[str, Stack], chosen: dict[str, tuple[int, ...]]) -> None:
-    """Raise unless every chosen attention is a plain one of the architecture, with all it needs."""
-    for name, stack in stacks.items():
-        attentions = stack.attentions
-        for layer in chosen[name]:
-            kind = type(attentions[layer])
-            found = f"a {kind.__module__}.{kind.__qualname__}"
-            if surgery.stock_class(kind) is architecture.attention:
-                missing = [
-                    part for part, module in architecture.projections(attentions[layer]).items() if module is None
-                ]
-                if not missing:
-                    continue
-                found = f"one without {', '.join(missing)}"
-            raise ArchitectureError(
-                f"Layer {layer} of the {name}: expected a {architecture.attention.__name__}, found {found}: the model "
-                "was altered after loading (quantisation, fused projections, tensor parallelism, or another patch). "
-                "Load it plainly and patch it first."
-            )
+def _check_layer(architecture: Architecture, stack: str, layer: int, attention: nn.Module) -> None:
+    """Raise unless an attention is a plain one of the architecture, with all it needs."""
+    kind = type(attention)
+    found = f"a {kind.__module__}.{kind.__qualname__}"
+    if surgery.stock_class(kind) is architecture.attention:
+        missing = [part for part, module in architecture.projections(attention).items() if module is None]
+        if not missing:
+            return
+        found = f"one without {', '.join(missing)}"
+    raise ArchitectureError(
+        f"Layer {layer} of the {stack}: expected a {architecture.attention.__name__}, found {found}: the model was "
+        "altered after loading (quantisation, fused projections, tensor parallelism, or another patch). Load it "
+        "plainly and patch it first."
+    )
 
 
 def _kept(groups: Sequence[Group], chosen: dict[str, tuple[int, ...]]) -> list[Group]:

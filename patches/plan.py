@@ -16,11 +16,12 @@ from hf_posenc import attention
 from hf_posenc.errors import NotPatchedError, OptionError, PositionError
 from hf_posenc.operands import is_count
 from hf_posenc.patches import composites, record, surgery
-from hf_posenc.patches.architecture import Architecture, of_config, of_model
+from hf_posenc.patches.architecture import of_config
 from hf_posenc.patches.cache import NAMES, cache_of
 from hf_posenc.patches.model_card import ranges
 from hf_posenc.patches.models import describe_start
 from hf_posenc.patches.patch import Kept, Layers, Preparation, Stacks, disabled, evaluating, prepare
+from hf_posenc.patches.surgery import Sites
 from hf_posenc.scheme import Scheme
 
 # Positions are cached as int64.
@@ -32,13 +33,17 @@ BREAK = "The patched model computes another function and must be adapted."
 class Shown:
     """Mixin of results that programs can read, too."""
 
+    def __repr__(self) -> str:
+        # Notebooks show it as `print` does.
+        return str(self)
+
     def to_dict(self) -> dict[str, Any]:
         """Return all attributes as JSON values."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(cast(Any, self)), default=str))
         return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(Shown):
     """Result of a dry run of `patch`.
 
@@ -92,11 +97,8 @@ class Plan(Shown):
         ]
         return "\n".join(f"{name + ':':<20} {value}" for name, value in rows)
 
-    # Notebooks show it as `print` does.
-    __repr__ = __str__
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verification(Shown):
     """Result of `verify`.
 
@@ -113,9 +115,6 @@ class Verification(Shown):
     def __str__(self) -> str:
         groups = "; ".join(f"{scheme} on {count} layers (native: {native})" for scheme, native, count in self.groups)
         return f"active: {groups}; largest difference from the unpatched hidden states {self.difference:.3g}"
-
-    # Notebooks show it as `print` does.
-    __repr__ = __str__
 
 
 def plan(
@@ -199,9 +198,8 @@ def _verify(model: Any) -> Verification:
                 f"verify: the {type(outer).__name__} was put around a patched {type(model).__name__} later, and is not "
                 "patched itself, so it would be saved without the scheme. Patch the whole model, or save the inside."
             )
-    architecture = of_model(model)
-    _check_enabled("verify", architecture, model)
-    sites = surgery.Sites.of(model)
+    sites = Sites.of(model)
+    _check_enabled("verify", sites)
     layers = Counter(module.posenc_group for _, _, _, module in sites.patched())
     # An encoder alone has layers of some groups only.
     groups = [group for group in record.from_config(model.config) if group.id in layers]
@@ -211,14 +209,14 @@ def _verify(model: Any) -> Verification:
             "patched. Convert it, or verify the whole model that it is a part of."
         )
     with attention.recorded() as calls:
-        active = _hidden_states(architecture, model)
+        active = _hidden_states(sites)
     if len(calls) != layers.total():
         raise NotPatchedError(
             f"verify: schemes ran {len(calls)} times for {layers.total()} patched layers: another library replaced a "
             "forward after patching. Patch the plain model before applying other libraries, then verify again."
         )
     with disabled(model):
-        stock = _hidden_states(architecture, model)
+        stock = _hidden_states(sites)
     difference = max(float((a - b).abs().max()) for a, b in zip(active, stock, strict=True))
     return Verification(
         groups=tuple((group.scheme, surgery.kept_native(sites, group), layers[group.id]) for group in groups),
@@ -268,9 +266,10 @@ def _adaptation(scheme: Scheme) -> str:
     return f"{BREAK} An exact start: native='keep'{given}."
 
 
-def _hidden_states(architecture: Architecture, model: nn.Module) -> list[torch.Tensor]:
-    with evaluating(model), torch.no_grad():
-        return [body(**architecture.example(body))[0] for body in architecture.stacks(model).values()]
+def _hidden_states(sites: Sites) -> list[torch.Tensor]:
+    with evaluating(sites.model), torch.no_grad():
+        bodies = [stack.body for stack in sites.stacks.values()]
+        return [body(**sites.architecture.example(body))[0] for body in bodies]
 
 
 @dataclass(frozen=True)
@@ -289,7 +288,7 @@ class LayerExecution:
     step: str | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation(Shown):
     """Result of `explain`.
 
@@ -306,12 +305,9 @@ class Explanation(Shown):
         rows += [(f"{x.stack} {x.layer}", x.scheme, x.sequence, x.step or "-") for x in self.layers]
         return "\n".join("{:<16} {:<16} {:<28} {}".format(*row) for row in rows)
 
-    # Notebooks show it as `print` does.
-    __repr__ = __str__
 
-
-def _check_enabled(call: str, architecture: Architecture, model: Any) -> None:
-    bodies: Any = architecture.stacks(model).values()
+def _check_enabled(call: str, sites: Sites) -> None:
+    bodies: list[Any] = [stack.body for stack in sites.stacks.values()]
     if any(body.is_disabled() for body in bodies if surgery.is_patched(body)):
         raise NotPatchedError(f"{call}: the patch is disabled. Call it outside of hf_posenc.disabled.")
 
@@ -335,23 +331,24 @@ def explain(model: PreTrainedModel, *, length: int | None = None) -> Explanation
     surgery.check_patched("explain", model)
     model = composites.part_to_convert(model)
     surgery.check_patched("explain", model)
-    architecture = of_model(model)
+    sites = Sites.of(model)
+    architecture = sites.architecture
     if length is None:
         # One more token is run, too.
         length = max(1, min(256, (architecture.trained_length(model.config) or 257) - 1))
     if not is_count(length) or length < 1:
         raise OptionError(f"explain: length={length!r}: expected a positive number of tokens.")
-    _check_enabled("explain", architecture, model)
+    _check_enabled("explain", sites)
     names = {group.id: group.scheme for group in record.from_config(model.config)}
-    layers = [(stack, i, names[x.posenc_group]) for stack, _, i, x in surgery.Sites.of(model).patched()]
+    layers = [(stack, i, names[x.posenc_group]) for stack, _, i, x in sites.patched()]
     choices: list[tuple[str, str | None]] = []
     try:
         with evaluating(model):
-            for body in architecture.stacks(model).values():
-                geometry = architecture.geometry(body, 0)
+            for stack in sites.stacks.values():
+                geometry = architecture.geometry(stack.body, 0)
                 if geometry.axes > 1 and geometry.max_positions is not None:
                     length = geometry.max_positions  # that of an image
-                choices += _choices(body, architecture.example(body), length)
+                choices += _choices(stack.body, architecture.example(stack.body), length)
     except PositionError as error:
         raise PositionError(
             f"explain: length={length} and one more token: {error} Or pass a smaller length."

@@ -8,12 +8,10 @@ What a scheme must know of a layer is read from the same forward, on the meta de
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, ClassVar, NoReturn, cast
@@ -223,31 +221,14 @@ def read_facts(
     Raises:
         ArchitectureError: A fact that a scheme needs does not show.
     """
-    kinds, known = (layer, attention, rotary), _UNCHANGED.get({})
-    _, said = known.get((id(config), kinds), (config, None))
-    if said is None:
-        code = (*kinds, *_code(*kinds), *ROPE_INIT_FUNCTIONS.values())
-        # A patch changes the class of a config, its name and its record, of which no stock code knows.
-        stated = {key: value for key, value in vars(config).items() if not key.startswith(("posenc", "_name_or_path"))}
-        said = (getattr(type(config), "posenc_stock", type(config)), repr(stated), code)
-        known[id(config), kinds] = (config, said)
-    if (index, said) not in _FOUND:
-        _FOUND[index, said] = _of_any_alike(config, layer, attention, rotary, (index, *said))
-    return _FOUND[index, said]
-
-
-# What code and configs say, while they do not change. It takes longer to tell than all else about a layer.
-_UNCHANGED: ContextVar[dict[Any, tuple[Any, Any]]] = ContextVar("unchanged")
-
-
-@contextlib.contextmanager
-def unchanged() -> Iterator[None]:
-    """Take code and configs for the same throughout: for layers that are read one after another."""
-    token = _UNCHANGED.set({})
-    try:
-        yield
-    finally:
-        _UNCHANGED.reset(token)
+    kinds = (layer, attention, rotary)
+    # A patch changes the class of a config, its name and its record, of which no stock code knows.
+    stated = {key: value for key, value in vars(config).items() if not key.startswith(("posenc", "_name_or_path"))}
+    code = (*kinds, *_code(*kinds), *ROPE_INIT_FUNCTIONS.values())
+    said = (index, getattr(type(config), "posenc_stock", type(config)), repr(stated), code)
+    if said not in _FOUND:
+        _FOUND[said] = _of_any_alike(config, layer, attention, rotary, said)
+    return _FOUND[said]
 
 
 # Facts by all that they are read from, since a probe takes as long as the rest of a patch several times over.

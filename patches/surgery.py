@@ -18,9 +18,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import ArchitectureError, LayerSelectionError, NotPatchedError
+from hf_posenc.operands import Geometry
 from hf_posenc.patches import record
 from hf_posenc.patches.architecture import Architecture, of_model
-from hf_posenc.patches.record import FULL, Group, Strengths
+from hf_posenc.patches.record import FULL, Group, Part, Strengths
 from hf_posenc.patches.share import share_of
 from hf_posenc.registry import SchemeInfo, make
 from hf_posenc.scheme import Scheme
@@ -47,7 +48,12 @@ def all_or_nothing(model: nn.Module) -> Iterator[Callable[[], None]]:
 
     It is called if the block raises.
     """
-    kept = [(part, type(part), _copied(vars(part))) for part in (*model.modules(), *configs(model))]
+
+    def copied(value: Any) -> Any:
+        return copy.copy(value) if isinstance(value, (dict, list, set)) else value
+
+    touched = (*model.modules(), *configs(model))
+    kept = [(part, type(part), {name: copied(value) for name, value in vars(part).items()}) for part in touched]
     values = [(parameter, parameter.data, parameter.requires_grad) for parameter in model.parameters()]
 
     def back() -> None:
@@ -64,11 +70,6 @@ def all_or_nothing(model: nn.Module) -> Iterator[Callable[[], None]]:
     except BaseException:
         back()
         raise
-
-
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of an object, with copies of its containers."""
-    return {name: copy.copy(value) if isinstance(value, (dict, list, set)) else value for name, value in state.items()}
 
 
 def swap_class(target: Any, new: type) -> None:
@@ -98,7 +99,6 @@ def parts(model: nn.Module) -> dict[str, Any]:
 
 
 def _is_part(module: nn.Module) -> bool:
-    """Whether a module is a converted model, and not a composite around some."""
     return isinstance(module, PreTrainedModel) and is_patched(module) and not getattr(module, "posenc_encloses", False)
 
 
@@ -176,47 +176,61 @@ def build_group(sites: Sites, group: Group, info: SchemeInfo, *, is_new: bool = 
     A part that layers share is left in the first layer's scheme, from where `attach` takes it.
     """
     # Without this, `torch.device("meta")` around the call would leave the schemes without values.
-    architecture = sites.architecture
     where = contextlib.nullcontext() if next(sites.model.parameters()).is_meta else torch.device("cpu")
-    built: dict[str, dict[int, Scheme]] = {}
+    built = {}
     for name, stack in sites.stacks.items():
-        part, body = group.stacks.get(name), stack.body
-        if part is None:
-            continue
-        schemes = built[name] = {}
-        with where:
-            with architecture.reading():
-                geometries = [architecture.geometry(body, layer) for layer in part.layers]
-            known: dict[str, Any] = {}
-            if (rms := architecture.embedding_rms(body)) is not None:
-                known["embedding_rms"] = rms
-            own = [geometry.inv_freq for geometry in geometries if geometry.inv_freq is not None]
-            uniform = all(torch.equal(frequencies, own[0]) for frequencies in own)
-            first, last = part.layers[0], part.layers[-1]
-            for layer, geometry in zip(part.layers, geometries, strict=True):
-                if layer != first and schemes[first].shared:
-                    schemes[layer] = schemes[first]
-                    continue
-                geometry = replace(geometry, first=layer == first, last=layer == last, uniform=uniform, **known)
-                if is_new and geometry.native is not None:
-                    blank = geometry.native.weight.to("meta")
-                    geometry = replace(geometry, native=replace(geometry.native, weight=blank))
-                schemes[layer] = make(info, geometry, part.options)
-                if layer != first:
-                    take_common(schemes[layer])
-        count = len(stack.attentions)
-        acts = schemes[first].overrides("embed")
-        if acts and (width := architecture.embedding_size(body)) != geometries[0].hidden_size:
-            raise ArchitectureError(
-                f"{group.scheme} adds positions of width {geometries[0].hidden_size} to the embeddings, and those of "
-                f"{type(body).__name__} have {width}. Choose a scheme that acts inside of attention."
-            )
-        if acts and len(schemes) < count:
-            raise LayerSelectionError(
-                f"{group.scheme} acts on the input of the first layer, before any layer is chosen: it takes all "
-                f"{count} layers, got {len(schemes)}. Leave out layers=."
-            )
+        if name in group.stacks:
+            part = group.stacks[name]
+            with where:
+                built[name] = _build_stack(_geometries(sites.architecture, stack, part, is_new), part, info)
+            _check_embedded(sites.architecture, stack, group.scheme, built[name])
     return built
+
+
+def _geometries(architecture: Architecture, stack: Stack, part: Part, is_new: bool) -> list[Geometry]:
+    """Describe the layers of a part of a stack, each with what its scheme is to know of the others."""
+    found = [architecture.geometry(stack.body, layer) for layer in part.layers]
+    rms = architecture.embedding_rms(stack.body)
+    known: dict[str, Any] = {} if rms is None else {"embedding_rms": rms}
+    own = [geometry.inv_freq for geometry in found if geometry.inv_freq is not None]
+    known["uniform"] = all(torch.equal(frequencies, own[0]) for frequencies in own)
+    for number, geometry in enumerate(found):
+        native = geometry.native
+        if is_new and native is not None:
+            native = replace(native, weight=native.weight.to("meta"))
+        last = number == len(found) - 1
+        found[number] = replace(geometry, native=native, first=number == 0, last=last, **known)
+    return found
+
+
+def _build_stack(geometries: list[Geometry], part: Part, info: SchemeInfo) -> dict[int, Scheme]:
+    first, *others = zip(part.layers, geometries, strict=True)
+    schemes = {first[0]: make(info, first[1], part.options)}
+    for layer, geometry in others:
+        if schemes[first[0]].shared:
+            schemes[layer] = schemes[first[0]]
+        else:
+            schemes[layer] = make(info, geometry, part.options)
+            take_common(schemes[layer])
+    return schemes
+
+
+def _check_embedded(architecture: Architecture, stack: Stack, name: str, schemes: dict[int, Scheme]) -> None:
+    """Raise if schemes act on embeddings, and these have another width or not all layers were chosen."""
+    scheme, count = next(iter(schemes.values())), len(stack.attentions)
+    if not scheme.overrides("embed"):
+        return
+    size, width = scheme.geometry.hidden_size, architecture.embedding_size(stack.body)
+    if width != size:
+        raise ArchitectureError(
+            f"{name} adds positions of width {size} to the embeddings, and those of {type(stack.body).__name__} have "
+            f"{width}. Choose a scheme that acts inside of attention."
+        )
+    if len(schemes) < count:
+        raise LayerSelectionError(
+            f"{name} acts on the input of the first layer, before any layer is chosen: it takes all {count} layers, "
+            f"got {len(schemes)}. Leave out layers=."
+        )
 
 
 def take_common(scheme: Scheme) -> Scheme | None:
@@ -241,8 +255,7 @@ def install(sites: Sites, built: Sequence[tuple[Group, Schemes]], strengths: Str
     for config in configs(model):
         swap(architecture, config)
     for group, schemes in built:
-        with architecture.reading():
-            attach(sites, group, schemes)
+        attach(sites, group, schemes)
     settle_layers(sites)
     settle_native(sites)
     set_strengths(sites, strengths)
@@ -425,7 +438,6 @@ def native_removed(architecture: Architecture, attentions: Sequence[nn.Module]) 
 
 
 def _has_removed(attention: Any) -> bool:
-    """Whether an attention is patched without the model's own encoding."""
     return is_patched(attention) and not attention.posenc_keeps_native
 
 

@@ -38,22 +38,21 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
     DynamicCache,
     PreTrainedModel,
     RobertaForCausalLM,
     StaticCache,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.gpt2 import modeling_gpt2
 
 import hf_posenc
 from hf_posenc import attention
-from hf_posenc.attention import blocks, sdpa
+from hf_posenc.attention import blocks
 from hf_posenc.errors import ArchitectureError, PositionError
 from hf_posenc.ops import turn_pairs
-from hf_posenc.patches import probe, seams
-from hf_posenc.patches.architecture import architectures, config_pair, embedding_rms, of_model
+from hf_posenc.patches import attention as patched_attention
+from hf_posenc.patches import probe
+from hf_posenc.patches.architecture import architectures, config_pair, of_model
 from hf_posenc.patches.buckets import add_encoder_decoder
 from hf_posenc.patches.family import add_family
 
@@ -129,17 +128,6 @@ def test_every_head(name: str, stock: type) -> None:
     assert all(map(torch.equal, heads.outputs(model, ids), before))
 
 
-@every_head
-def test_new_weights_are_drawn_as_in_the_stock_class(name: str, stock: type) -> None:
-    patched = hf_posenc.patch(heads.make(stock, config_of(name)), "alibi")
-    found = []
-    for kind, config in [(stock, config_of(name)), (type(patched), patched.config)]:
-        torch.manual_seed(0)
-        found.append(kind.from_pretrained(None, config=config, state_dict={}).state_dict())
-    for key, weight in found[0].items():
-        assert torch.equal(found[1][key], weight), key
-
-
 def test_every_class_of_an_architecture_has_a_twin() -> None:
     for name in {name for name, _ in HEADS}:
         architecture = architectures()[name]
@@ -154,12 +142,8 @@ def test_every_class_of_an_architecture_has_a_twin() -> None:
 
 SHAPES = [
     ("llama", {"num_key_value_heads": 4}),
-    ("llama", {"num_key_value_heads": 1}),
-    ("llama", {"attention_bias": True}),
     ("llama", {"head_dim": 12}),
-    ("llama", {"tie_word_embeddings": True}),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
-    ("gpt2", {"scale_attn_weights": False}),
     ("gpt2", {"reorder_and_upcast_attn": True}),
     ("t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     ("t5", {"d_kv": 6, "num_decoder_layers": 3}),
@@ -182,22 +166,6 @@ def test_shapes_that_configs_can_ask_for(name: str, changes: dict[str, Any], bac
     hf_posenc.verify(model)
 
 
-def test_gpt2_cross_attention_is_left_alone() -> None:
-    model = heads.make(modeling_gpt2.GPT2LMHeadModel, heads.config("gpt2", add_cross_attention=True))
-    memory = torch.randn(4, 6, 32)
-    run = {"input_ids": heads.ids(), "encoder_hidden_states": memory}
-    with torch.no_grad():
-        before = model(**run).logits
-        hf_posenc.patch(model, "learned")
-        torch.testing.assert_close(model(**run).logits, before, atol=1e-5, rtol=1e-5)
-        hf_posenc.patch(model, "alibi")
-        assert all(type(block.crossattention) is modeling_gpt2.GPT2Attention for block in model.transformer.h)
-        full = model(**run, use_cache=False).logits
-        cached = model(**{**run, "input_ids": heads.ids()[:, :7]}, use_cache=True)
-        rest = model(input_ids=heads.ids()[:, 7:], encoder_hidden_states=memory, **{CACHE: cached[CACHE]})
-    torch.testing.assert_close(torch.cat([cached.logits, rest.logits], 1), full, atol=1e-5, rtol=1e-5)
-
-
 # -- decoders ----------------------------------------------------------------------------------------------------------
 
 
@@ -210,8 +178,8 @@ def test_rows_with_the_same_positions_share_one_bias(kind: str, monkeypatch: pyt
         seen.append(call.positions.query.shape[0] * call.positions.key.shape[0])
         return run(call)
 
-    run = seams.run
-    monkeypatch.setattr(seams, "run", spy)
+    run = patched_attention.run
+    monkeypatch.setattr(patched_attention, "run", spy)
     model = hf_posenc.patch(make("llama"), "fire")
     ids, dynamic = tokens(4), kind == "dynamic"
     cache = DynamicCache(config=model.config) if dynamic else StaticCache(config=model.config, max_cache_len=40)
@@ -225,7 +193,7 @@ RESHAPED = [name for name in NAMES if not cast(Any, architectures()[name]).body.
 
 @pytest.mark.parametrize("name", RESHAPED)
 def test_softcaps_and_sinks_on_blocks(name: str) -> None:
-    """Against the stock model, which is dense, and against the reference; of odd length, padded, with a window."""
+    """Against the stock model, which is dense; of odd length, padded, with a window."""
     assert blocks._DENSE_LOGITS < 2 * 2 * 391 * 391
     stock, ids = make(name), tokens(2, 391)
     mask = torch.ones_like(ids)
@@ -234,9 +202,9 @@ def test_softcaps_and_sinks_on_blocks(name: str) -> None:
     ran = [layer.sequence for layer in hf_posenc.explain(model, length=600).layers]
     assert ran == ["blocks"] * len(ran)
 
-    def gradients(made: PreTrainedModel, **call: Any) -> dict[str, Tensor]:
+    def gradients(made: PreTrainedModel) -> dict[str, Tensor]:
         made.zero_grad()
-        out = made(ids, attention_mask=mask, use_cache=False, **call).logits * mask[:, :, None]
+        out = made(ids, attention_mask=mask, use_cache=False).logits * mask[:, :, None]
         out.square().mean().backward()
         found = {key: weight.grad for key, weight in made.named_parameters() if weight.grad is not None}
         return {**found, "": out.detach()}
@@ -245,14 +213,6 @@ def test_softcaps_and_sinks_on_blocks(name: str) -> None:
         got = gradients(model)
     assert set(choices) == {"blocks"}
     for key, expected in gradients(stock).items():
-        same(got[key], expected)
-    hf_posenc.patch(model, "kerple")
-    got = gradients(model)
-    with attention.recorded() as choices:
-        reference = gradients(model, output_attentions=True)
-    assert set(choices) == {"dense"}
-    assert got.keys() == reference.keys()
-    for key, expected in reference.items():
         same(got[key], expected)
 
 
@@ -297,44 +257,6 @@ def test_a_cache_changes_nothing(name: str, scheme: str) -> None:
         torch.testing.assert_close(torch.cat(found, dim=1)[mask.bool()], whole[mask.bool()], **SAME)
 
 
-@pytest.mark.parametrize("scheme", ["kerple", "fox", "fire", "rope", "shaw", "cope", "stick_breaking"])
-def test_executors_agree_on_windows(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(1)
-    model, ids = hf_posenc.patch(make("mistral"), scheme), tokens(2, 150)
-    mask = torch.ones_like(ids)
-    mask[0, :30] = mask[1, 70:75] = 0
-
-    def run() -> list[Tensor]:
-        model.zero_grad()
-        output = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
-        output.square().mean().backward()
-        plain = logits(model, ids)
-        return [output.detach(), plain, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-    monkeypatch.setattr(sdpa, "_FEWEST_ROWS", 16)
-    chosen = run()
-    monkeypatch.setattr(blocks, "_DENSE_LOGITS", 0)
-    monkeypatch.setattr(blocks, "rows_per_block", lambda *sizes: 16)
-    by_blocks = run()
-    model.set_attn_implementation("eager")
-    for got, other, expected in zip(chosen, by_blocks, run(), strict=True):
-        torch.testing.assert_close(got, expected, **SAME)
-        torch.testing.assert_close(other, expected, **SAME)
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "phi3"])
-def test_adapters(name: str, tmp_path: Path) -> None:
-    """PEFT knows the projections of Qwen3, under another name those of Gemma 3, and none of Phi-3."""
-    peft = pytest.importorskip("peft")
-    make(name).save_pretrained(tmp_path / "base")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    model = peft.get_peft_model(hf_posenc.patch(base, "kerple"), hf_posenc.PosencLoraConfig(init_lora_weights=False))
-    before = logits(model.eval(), tokens())
-    model.save_pretrained(tmp_path / "adapter")
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    assert torch.equal(logits(peft.PeftModel.from_pretrained(stock, tmp_path / "adapter"), tokens()), before)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_faded_out_is_as_what_is_dropped(name: str) -> None:
     model, ids = hf_posenc.patch(make(name), "tape", native="keep"), tokens()
@@ -342,16 +264,6 @@ def test_what_is_faded_out_is_as_what_is_dropped(name: str) -> None:
     faded = logits(model, ids)
     hf_posenc.drop_native(model)
     torch.testing.assert_close(logits(model, ids), faded, **SAME)
-
-
-@pytest.mark.grid
-def test_torch_compile_gives_the_same_logits() -> None:
-    model, ids = make("mistral"), tokens(1)
-    del model.model.layers[1]
-    model.config.num_hidden_layers = 1
-    before = logits(hf_posenc.patch(model, "kerple"), ids)
-    torch.testing.assert_close(logits(torch.compile(model, backend="eager"), ids), before, **SAME)
-    torch.compiler.reset()
 
 
 def test_facts_are_those_of_the_stock_code() -> None:
@@ -409,29 +321,6 @@ def test_layers_that_are_alike_have_the_same_facts(name: str) -> None:
             alone = probe._probe(body.config, module, family.attention, rotary and type(rotary), index)
         shared = family.facts(body, index)
         assert repr(shared) == repr(alone)
-
-
-def test_layers_whose_code_reads_their_numbers_are_read_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    body = make("olmo2").model
-    forward = of_model(body).attention.forward
-
-    def scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.scaling = 1.0 + self.layer_idx
-        return forward(self, *args, **kwargs)
-
-    monkeypatch.setattr(probe, "_FOUND", {})
-    monkeypatch.setattr(probe, "_check_rotation", lambda *given: None)
-    monkeypatch.setattr(of_model(body).attention, "forward", scaled)
-    assert [of_model(body).facts(body, layer).geometry.scale for layer in range(2)] == [1.0, 2.0]
-
-
-def test_an_embedding_table_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = torch.randn(50_000, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
-    sizes: list[int] = []
-    monkeypatch.setattr(Tensor, "float", lambda x, float=Tensor.float: sizes.append(x.numel()) or float(x))
-    found = embedding_rms(table)
-    assert 0 < max(sizes) < table.numel() / 4
-    assert found == pytest.approx(float(table.double().square().mean().sqrt()), rel=1e-6)
 
 
 def test_facts_follow_code_and_config_that_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -659,28 +548,14 @@ def test_a_decoder_of_encoder_classes_caches() -> None:
         assert torch.equal(model.generate(ids, **settings), model.generate(ids, **settings, use_cache=False))
 
 
-def test_experts_of_models_like_t5_feed_what_is_carried() -> None:
-    add_encoder_decoder("switch_transformers", globals())
-    config = CONFIG_MAPPING["switch_transformers"](**ENCODERS["t5"], num_experts=2, num_sparse_encoder_layers=1)
-    stock = AutoModelForSeq2SeqLM.from_config(config).eval()
-    call = inputs("t5")
-    before = real_logits(stock, **call)
-    torch.testing.assert_close(real_logits(hf_posenc.patch(stock, "t5"), **call), before, **SAME)
-    assert real_logits(hf_posenc.patch(stock, "tape"), **call).isfinite().all()
-
-
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 # What cannot be read from the code, by how a family is added: its name, a scheme, and the reason.
 _DECODER = {"num_key_value_heads": 2, "head_dim": 8, "vocab_size_per_layer_input": 60, **LATENT, **EXPERTS}
 REFUSED = [
     ("decoder", "hunyuan_v1_dense", "rope", "between the rotation of queries and the attention function"),
-    ("decoder", "nemotron", "rope", "no keywords from its layer"),
     ("decoder", "biogpt", "rope", "from its config alone"),
     ("decoder", "deepseek_v2", "rope", "cosines and sines"),
-    ("decoder", "hrm_text", "rope", r"layers of the same number \(0, 1, 0, 1\)"),
-    ("decoder", "deepseek_v3", "rope", "by hand"),
-    ("decoder", "beam", "rope", r"no rotation for layers like 1 \(KeyError"),
     ("decoder", "diffllama", "rope", "calls the attention function 2 times"),
     # From transformers 5.24 on, its attention does not run alone any more.
     ("decoder", "gemma4", "rope", "does not rotate queries together with keys|does not run without a model around it"),
@@ -689,9 +564,7 @@ REFUSED = [
     ("encoder", "layoutlm", "rope", "does not say whether it is causal"),
     ("encoder", "electra", "learned", "width 32 to the embeddings, and those of ElectraModel have 16"),
     ("encoder", "mobilebert", "sinusoidal", "projects the embeddings of tokens before positions are added"),
-    ("encoder", "esmc", "learned", "EsmcModel takes no inputs_embeds"),
     ("both", "longt5", "t5", "LongT5LocalAttention makes"),
-    ("both", "udop", "t5", "RelativePositionBias1D makes"),
 ]
 
 
@@ -718,13 +591,6 @@ def test_what_cannot_be_read_is_refused(
     if scheme != "rope" and kind == "encoder":  # Schemes that act inside of attention do not need the embeddings.
         hf_posenc.set_strength(hf_posenc.patch(model, "kerple", native="keep"), native=0.5)
         assert model(ids).last_hidden_state.isfinite().all()
-
-
-def test_a_model_without_layers_is_refused() -> None:
-    model = make("mistral")
-    model.get_decoder().layers = torch.nn.ModuleList()
-    with pytest.raises(ArchitectureError, match="Cannot patch MistralModel: it has no layers"):
-        hf_posenc.patch(model, "rope")
 
 
 def test_windows_that_masks_and_attention_do_not_share_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -759,17 +625,16 @@ def test_an_operation_walks_the_model_once_for_its_layers(
         run = getattr(thing, function)
         monkeypatch.setattr(thing, function, lambda *given: count.update([function]) or run(*given))
 
-    counted(probe, "_code")
     for function in ("stacks", "attentions"):
         counted(kind, function)
 
-    def walks(*bounds: int) -> None:
-        assert all(count[what] <= most for what, most in zip(("stacks", "attentions", "_code"), bounds, strict=True))
+    def walks(most: int) -> None:
+        assert max(count["stacks"], count["attentions"]) <= most
         count.clear()
 
     hf_posenc.patch(model, "alibi")
-    walks(2, 2, 4)
+    walks(2)
     model.save_pretrained(tmp_path)
-    walks(2, 2, 0)
+    walks(2)
     type(model).from_pretrained(tmp_path)
-    walks(3, 3, 2)
+    walks(3)
