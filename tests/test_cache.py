@@ -229,16 +229,9 @@ def test_the_name_of_older_transformers_is_known() -> None:
 
 # The shapes of Llama-3-8B, with two layers; hidden size, feed-forward and vocabulary are no matter here.
 SHAPES: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "num_hidden_layers": 2,
-    "intermediate_size": 8,
-    "vocab_size": 16,
-    "max_position_embeddings": 8192,
-    "dtype": "bfloat16",
-}
+    "hidden_size": 64, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 2,
+    "intermediate_size": 8, "vocab_size": 16, "max_position_embeddings": 8192, "dtype": "bfloat16",
+}  # fmt: skip
 TOKENS, ROWS = 70, 2
 
 CASES = [(name, *way) for name in hf_posenc.schemes() for way in (("remove", "dynamic"), ("keep", "static"))]
@@ -271,32 +264,3 @@ def test_planned_bytes_are_held_bytes(wide: LlamaModel, name: str, native: str, 
     names = {name for layer in target.layers for name in (*layer.token_state, *layer.recent_state)}
     nothing = plan.cache_bytes_per_token == positions and not plan.cache_bytes_per_sequence
     assert nothing == (names == {"positions"})
-
-
-def test_those_that_remember() -> None:
-    """Per token and layer, without the positions."""
-    config = LlamaConfig(**SHAPES)
-    per_layer = {
-        name: hf_posenc.plan(config, name).cache_bytes_per_token // SHAPES["num_hidden_layers"] - 8
-        for name in hf_posenc.schemes()
-    }
-    known = {"fox": 4 * 32, "fox_pro": 4 * 32, "grape_a": 4 * 32, "path": 4 * 8 * 129, "tape": 2 * 32 * 128}
-    assert {name: count for name, count in per_layer.items() if count} == {
-        name: count for name, count in known.items() if name in per_layer
-    }
-
-
-def test_a_plan_of_a_config_names_no_size_that_follows_from_the_weights() -> None:
-    stock = LlamaForCausalLM(LlamaConfig(**SHAPES))
-    plans = [hf_posenc.plan(given, "sinusoidal").options["decoder"] for given in (stock, stock.config)]
-    assert plans[1] == {**plans[0], "scale": None}
-    hf_posenc.patch(stock, "sinusoidal")
-    assert stock.config.posenc["groups"][0]["stacks"]["decoder"]["options"] == plans[0]
-
-
-def test_a_config_may_give_the_name_of_its_dtype() -> None:
-    named, config = LlamaConfig(**SHAPES), LlamaConfig(**SHAPES)
-    named.dtype, config.dtype = "float16", torch.float16
-    assert hf_posenc.plan(named, "tape", native="keep") == hf_posenc.plan(config, "tape", native="keep")
-    config.dtype = torch.float64
-    assert hf_posenc.plan(named, "tape", native="keep") != hf_posenc.plan(config, "tape", native="keep")

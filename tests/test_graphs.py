@@ -26,13 +26,9 @@ def _schemes(names: Iterable[str], default: tuple[str, ...], turn: int | None = 
     return pytest.mark.parametrize("scheme", [pytest.param(name, marks=marks[name]) for name in marks])
 
 
-# A state of tokens, of the last ones, and one that layers hand on.
-WITH_STATE = ["cope", "fox_pro", "tape"]
 # A bias, and a state that layers hand on.
 training_step = _schemes(hf_posenc.schemes(), ("kerple", "tape"), 0)
 decoding = _schemes(hf_posenc.schemes(), ("kerple", "tape"), 1)
-# Schemes whose parts all exporters know.
-EXPORTED = ("rotary", "absolute", "additive")
 SAME = {"atol": 2e-5, "rtol": 1e-4}
 # torch says so of its own tracing.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -73,39 +69,11 @@ def compiled(model: Any) -> Any:
     return torch.compile(model, backend="eager", fullgraph=True)
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("scheme", WITH_STATE)
-def test_filling_a_cache_and_going_on_is_one_graph(scheme: str) -> None:
-    """The second forward is of another length."""
-    model, tokens = patched(scheme), ids(2, 12)
-    whole = compiled(model)
-    with torch.no_grad():
-        want = model(tokens).logits
-        first = whole(tokens[:, :9])
-        torch.testing.assert_close(first.logits, want[:, :9], **SAME)
-        last = whole(tokens[:, 9:], **{CACHE: first[CACHE]}).logits
-        torch.testing.assert_close(last, want[:, 9:], **SAME)
-
-
 @training_step
 def test_a_training_step_is_one_graph(scheme: str) -> None:
     model = patched(scheme).train()
     for got, expected in zip(step(model, compiled(model)), step(model, model), strict=True):
         torch.testing.assert_close(got, expected, **SAME)
-
-
-@pytest.mark.grid
-def test_neighbouring_channels_turn_in_one_graph() -> None:
-    model = hf_posenc.patch(models.tiny("gpt2"), "rope", layout="interleaved").eval()
-    whole = compiled(model)
-    with torch.no_grad():
-        patched = model(ids(2, 12)).logits
-        torch.testing.assert_close(whole(ids(2, 12)).logits, patched, **SAME)
-        with hf_posenc.disabled(whole):
-            original = model(ids(2, 12)).logits
-            assert not torch.allclose(original, patched)
-            torch.testing.assert_close(whole(ids(2, 12)).logits, original, **SAME)
-        torch.testing.assert_close(whole(ids(2, 12)).logits, patched, **SAME)
 
 
 def plain(length: int) -> dict[str, Tensor]:
@@ -169,11 +137,6 @@ class Logits(nn.Module):
         return found
 
 
-def exported_schemes(*default: str, without: tuple[str, ...] = ()) -> pytest.MarkDecorator:
-    families = {name: info.family for name, info in hf_posenc.schemes().items() if name not in without}
-    return _schemes([name for name, family in families.items() if family in EXPORTED], default)
-
-
 def operands(rows: int, length: int) -> dict[str, Tensor]:
     mask = torch.ones(rows, length, dtype=torch.long)
     mask[0, :2] = 0
@@ -208,14 +171,12 @@ def test_a_trace_of_one_length_is_refused(scheme: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of the exporter
-# ONNX has no eigenvectors, which the planes of these are made of.
-@exported_schemes("rope", without=("comrope_ap", "comrope_ld", "liere", "xpos"))
+@pytest.mark.parametrize("scheme", ["rope", pytest.param("fire", marks=pytest.mark.grid)])
 def test_onnx(scheme: str, tmp_path: Path) -> None:
     for package in ("onnx", "onnxscript"):
         pytest.importorskip(package, reason="torch.onnx.export needs it")
     runtime = pytest.importorskip("onnxruntime", reason="nothing else runs the file")
     model, file = Logits(patched(scheme)), tmp_path / "model.onnx"
-    program = torch.onnx.export(model, (), kwargs=operands(2, 12), dynamic_shapes=any_size(), dynamo=True)
-    program.save(file)
+    torch.onnx.export(model, (), kwargs=operands(2, 12), dynamic_shapes=any_size(), dynamo=True).save(file)
     session = runtime.InferenceSession(file, providers=["CPUExecutionProvider"])
     check(model, lambda call: torch.from_numpy(session.run(None, {n: x.numpy() for n, x in call.items()})[0]))

@@ -75,13 +75,6 @@ def test_a_table_that_is_interpolated_has_its_ends(architecture: str) -> None:
     torch.testing.assert_close(rows(model)[1::2], (own[1:] + own[:-1]) / 2)
 
 
-def test_a_shorter_table_has_the_first_rows() -> None:
-    model = stock("gpt2")
-    own = own_rows(model)
-    hf_posenc.patch(model, "learned", num_positions=9)
-    assert torch.equal(rows(model), own[:9])
-
-
 @torch.no_grad()
 def test_the_table_of_images_grows_on_its_grid(tmp_path: Path) -> None:
     model = stock("vit")

@@ -19,7 +19,6 @@ from grid import WITH_GRID
 from huggingface_hub.errors import StrictDataclassError
 from models import (
     ARCHITECTURES,
-    CACHE,
     SAME,
     TINY,
     auto,
@@ -33,7 +32,7 @@ from models import (
     tokens,
 )
 from torch import Tensor
-from transformers import AutoModelForMaskedLM, DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
+from transformers import AutoModelForMaskedLM, PreTrainedModel
 from transformers.cache_utils import StaticLayer
 
 import hf_posenc
@@ -49,37 +48,21 @@ STRENGTHS = "strengths"
 IN_MODELS: list[tuple[str, dict[str, Any]]] = [
     ("alibi", {"learned_slopes": True, "shared": False}),
     ("alibi", {"native": "keep", "gate": False}),
-    ("cape", {"base": "nope", "native": "keep", "init": "paper"}),
     ("cape", {"native": "keep"}),
     ("comrope_ld", {"axes": 2, "native": "keep"}),
     ("cope", {"npos": 6, "value_gates": True, "shared": True}),
-    ("cope", {"native": "keep"}),
-    ("disentangled", {"max_distance": 6, "share_att_key": True}),
     ("disentangled", {"max_distance": 6, "share_att_key": True, "share_bias": True, "p2c": False}),
-    ("disentangled", {"max_distance": 6, "native": "keep", "share_att_key": True}),
-    ("disentangled", {"max_distance": 6, "native": "keep", "normalize": True, "c2p": False}),
     ("fire", {"directed": True, "threshold": 6.0}),
-    ("fire", {"native": "keep"}),
     ("fire+log_temperature+gated_output", {"temperature": "ssmax"}),
     ("fope", {"sigma": 0.3, "clip": True, "learnable": False, "anneal": True}),
-    ("fope", {"native": "keep"}),
-    ("fox", {"native": "keep"}),
     ("fox_pro", {"native": "keep", "share_qk_norm": True, "output_gate": False}),
-    ("kerple", {"directed": True, "gate": True}),
     ("kerple", {"layers": [0], "native": "keep", "gate": False}),
-    ("learned", {"num_positions": 200}),
-    ("liere", {"native": "keep"}),
-    ("nope", {"layers": "every:2"}),
     ("rope2d", {"axes": 1, "init": "official", "theta": 50.0, "layers": "every:2"}),
-    ("rope2d", {"native": "keep"}),
     ("shaw", {"max_distance": 5, "values": False, "init": "normal", "layers": [0]}),
-    ("shaw", {"native": "keep"}),
     ("t5", {"num_buckets": 16, "max_distance": 40, "shared": False}),
     ("tape", {"head_mix": True, "position_size": 6}),
     ("tape", {"native": "keep"}),
-    ("transformer_xl", {"native": "keep", "layers": "every:2"}),
     ("transformer_xl", {"native": "keep", "init": "normal"}),
-    ("xpos", {"native": "keep"}),
 ]
 DEFAULTS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in hf_posenc.schemes()]
 # Options change a scheme and nothing of an architecture: each set runs on one, in turn.
@@ -286,31 +269,6 @@ def test_positions_may_jump_ahead(case: tuple[str, str, dict[str, Any]]) -> None
         difference = (model(**call, use_cache=False).logits - jumped)[:, -1].abs().max()
         # In blocks, a query sees its own and the one before, and the jump is longer.
         assert (difference > 1e-6) == ("block_length" not in case[2]), "the first token is not seen, or hidden ones are"
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_chunked_prefill_equals_one_prefill(case: tuple[str, str, dict[str, Any]], kind: str) -> None:
-    """So what comes changes nothing before it, either."""
-    model, architecture = _shared(case)
-    ids = tokens(architecture, 2, 23)
-    call: dict[str, Any] = {}
-    if architecture == "t5":
-        call["encoder_outputs"] = model.get_encoder()(ids)
-    name = "decoder_input_ids" if architecture == "t5" else "input_ids"
-
-    def fresh() -> Any:
-        if kind == "dynamic":
-            own, cross = DynamicCache(config=model.config), DynamicCache(config=model.config)
-        else:
-            own, cross = (StaticCache(config=model.config, max_cache_len=32) for _ in range(2))
-        return EncoderDecoderCache(own, cross) if architecture == "t5" else own
-
-    with torch.no_grad():
-        once = model(**call, **{name: ids, CACHE: fresh()}).logits
-        cache, parts = fresh(), []
-        for chunk in ids.split((10, 4, 9), dim=1):
-            parts.append(model(**call, **{name: chunk, CACHE: cache}).logits)
-    torch.testing.assert_close(torch.cat(parts, dim=1), once, **SAME)
 
 
 @everywhere(PARAMETERS)

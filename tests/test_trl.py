@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from models import DIRECTORIES, logits, new_parameters, tokens
-from peft import LoraConfig, PeftConfig, PeftModel
+from models import DIRECTORIES, logits, tokens
+from peft import PeftConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_posenc
@@ -29,12 +29,6 @@ pytestmark = [
 ]
 
 SENTENCES = ["The quick brown fox jumps over the lazy dog.", "A loop runs.", "Numbers are added in order, one by one."]
-ADAPTERS: dict[str, Any] = {
-    "none": lambda: None,
-    "lora": lambda: LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["hf_posenc", "hf_posenc_shared"]),
-    "posenc": lambda: PosencLoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
-    "scheme": lambda: PosencLoraConfig(target_modules=[], task_type="CAUSAL_LM"),
-}
 # What all trainers here are told.
 QUIET: dict[str, Any] = {
     "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True,
@@ -57,43 +51,34 @@ def logged(trainer: Any, key: str) -> list[float]:
     return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
-def sft(model: Any, folder: Path, config: PeftConfig | None, *, packing: bool) -> Any:
+def sft(model: Any, folder: Path, config: PeftConfig | None = None, **changes: Any) -> Any:
     from trl import SFTConfig, SFTTrainer
 
     sizes: dict[str, Any] = {"max_steps": 30, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "max_length": 48}
     return SFTTrainer(
         model=model,
-        args=SFTConfig(output_dir=str(folder / "run"), packing=packing, **sizes, **QUIET),
+        args=SFTConfig(output_dir=str(folder / "run"), **sizes, **changes, **QUIET),
         train_dataset=Dataset.from_dict({"text": 40 * SENTENCES}),
         processing_class=tokenizer(),
         peft_config=config,
     )
 
 
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("scheme", ["fire", "cope", "t5"])
-@pytest.mark.parametrize("adapter", list(ADAPTERS))
-def test_sft(adapter: str, scheme: str, packing: bool, tmp_path: Path) -> None:
-    trainer = sft(converted(scheme), tmp_path, ADAPTERS[adapter](), packing=packing)
-    before = {name: p.detach().clone() for name, p in new_parameters(trainer.model).items() if p.requires_grad}
-    assert before
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], []])
+def test_an_adapter_carries_what_sft_trained(targets: list[str], tmp_path: Path) -> None:
+    config = PosencLoraConfig(target_modules=targets, task_type="CAUSAL_LM")
+    trainer = sft(converted("fire"), tmp_path, config)
     losses = logged(trainer, "loss")
     assert sum(losses[-5:]) < sum(losses[:5])
-    after = new_parameters(trainer.model)
-    assert all(not torch.equal(after[name], value) for name, value in before.items())
-    ids = tokens("llama", 2, 15)
-    wanted = logits(trainer.model.eval(), "llama", ids)
+    wanted = logits(trainer.model.eval(), "llama", tokens("llama", 2, 15))
     trainer.save_model(str(tmp_path / "saved"))
-    if adapter == "lora":  # Plain PEFT does not carry the scheme; the base is patched again.
-        loaded = PeftModel.from_pretrained(converted(scheme), tmp_path / "saved")
-    else:
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    assert torch.equal(logits(loaded.eval(), "llama", ids), wanted)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(loaded.eval(), "llama", tokens("llama", 2, 15)), wanted)
 
 
 @pytest.mark.parametrize("scheme", list(hf_posenc.schemes()))
 def test_packed_texts_do_not_see_each_other(scheme: str, tmp_path: Path) -> None:
-    trainer = sft(converted(scheme), tmp_path, None, packing=True)
+    trainer = sft(converted(scheme), tmp_path, packing=True)
     model = trainer.model.eval()
     batch = next(iter(trainer.get_train_dataloader()))
     starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
@@ -105,8 +90,6 @@ def test_packed_texts_do_not_see_each_other(scheme: str, tmp_path: Path) -> None
             alone = model(batch["input_ids"][:, start:end], use_cache=False).logits[0]
             torch.testing.assert_close(together[start:end], alone, atol=2e-4, rtol=1e-4)
 
-
-# -- trainers that load a reference model by the name in the config ----------------------------------------------------
 
 TWO_STEPS: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-6, **QUIET}
 

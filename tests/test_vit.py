@@ -5,6 +5,7 @@ The cases come from the registry, as in test_matrix.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,10 @@ from models import IMAGES, SAME, moved
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForImageClassification, PreTrainedModel, ViTConfig, ViTForImageClassification
-from typer.testing import CliRunner
 
 import hf_posenc
-from hf_posenc import cli
-from hf_posenc.operands import Block, Geometry, Positions, Tokens
+from hf_posenc.operands import Block, Geometry, Positions
 from hf_posenc.patches.vit import grid_coords
-from hf_posenc.recipes.loading import load
 from hf_posenc.scheme import Scheme
 
 SCHEMES = [name for name, info in hf_posenc.schemes().items() if "bidirectional" in info.directions]
@@ -84,22 +82,6 @@ def test_a_checkpoint_with_the_names_of_old_releases_is_converted(tmp_path: Path
     assert torch.equal(states(ViTForImageClassification.from_pretrained(tmp_path / "back")), before)
 
 
-@pytest.mark.parametrize("scheme", ["cope", "tape"])
-def test_attentions_can_be_seen(scheme: str) -> None:
-    model = patched(scheme)
-    chosen = states(model)
-    model.set_attn_implementation("eager")
-    torch.testing.assert_close(states(model), chosen, **SAME)
-    seen = model(images(), output_attentions=True, output_hidden_states=True)
-    for weights in seen.attentions:
-        weights.retain_grad()
-    seen.logits.square().sum().backward()
-    assert all(weights.grad is not None and weights.grad.abs().sum() > 0 for weights in seen.attentions)
-    assert [weights.shape for weights in seen.attentions] == [(2, 4, 1 + PATCHES, 1 + PATCHES)] * 2
-    assert [hidden.shape for hidden in seen.hidden_states] == [(2, 1 + PATCHES, 64)] * 3
-    torch.testing.assert_close(model.vit.layernorm(seen.hidden_states[-1].detach()).detach(), chosen, **SAME)
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_images_of_any_size(scheme: str) -> None:
     model = patched(scheme, **({"num_positions": 60} if scheme == "learned" else {}))
@@ -151,27 +133,6 @@ def test_the_table_fades() -> None:
     assert states(model, images(*WIDE)).shape[1] == 41
 
 
-def test_layers_compose() -> None:
-    model = hf_posenc.patch(make(), "alibi", layers=[0])
-    hf_posenc.patch(model, "rope", layers=[1])
-    assert {group[:2] for group in hf_posenc.verify(model).groups} == {("alibi", "remove"), ("rope", "remove")}
-    warnings = hf_posenc.plan(make(), "alibi", layers=[0]).warnings
-    assert any("leaves the 1 layers that are not patched without positions" in text for text in warnings)
-
-
-def test_adapters_carry_schemes_of_images(tmp_path: Path) -> None:
-    from peft import PeftModel, get_peft_model
-
-    model = get_peft_model(patched("fire"), hf_posenc.PosencLoraConfig(target_modules=["q_proj", "v_proj"], r=2))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_()
-        before = model(images()).logits
-        model.save_pretrained(tmp_path)
-        assert torch.equal(PeftModel.from_pretrained(make(), tmp_path)(images()).logits, before)
-
-
 def test_absolute_schemes_hand_over() -> None:
     """What is added to the embeddings of patches is at part of its strength too, and is dropped out with them."""
     model = hf_posenc.patch(make(hidden_dropout_prob=0.5), "sinusoidal", native="keep", gate=False, scale=1.0)
@@ -203,34 +164,6 @@ def test_hidden_patches_change_nothing() -> None:
         before = states(model, attention_mask=mask)
         torch.testing.assert_close(states(model, other, attention_mask=mask)[:, :9], before[:, :9], **SAME)
         assert not torch.allclose(before, states(model), atol=1e-3)
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[Tokens]:
-    """Return the list that tokens go into as a scheme without a projection of its own gets them."""
-    found: list[Tokens] = []
-    project = Scheme.project
-
-    def spy(self: Scheme, tokens: Tokens, *args: Any) -> Any:
-        found.append(tokens)
-        return project(self, tokens, *args)
-
-    monkeypatch.setattr(Scheme, "project", spy)
-    return found
-
-
-def test_schemes_get_raster_positions_and_grid_coordinates(seen: list[Tokens]) -> None:
-    model = patched("alibi")
-    states(model, images(*WIDE))
-    mask = torch.ones(2, 41, dtype=torch.long)
-    mask[1, 30:] = 0
-    states(model, images(*WIDE), attention_mask=mask)
-    for tokens in seen:
-        assert torch.equal(tokens.positions.query, torch.arange(41)[None])
-        assert torch.equal(tokens.positions.query_coords, grid_coords(5, 8, torch.device("cpu")))
-        assert torch.equal(tokens.positions.key_coords, grid_coords(5, 8, torch.device("cpu")))
-    assert [tokens.real is None for tokens in seen] == [True, True, False, False]
-    assert torch.equal(seen[-1].real, mask == 1)
 
 
 def test_coordinates_may_be_given() -> None:
@@ -278,47 +211,33 @@ def image_bias(scheme: Any, rows: int, columns: int) -> np.ndarray:
     return scheme.score(zeros, None, None, block)[0].detach().numpy()
 
 
-def test_alibi_of_an_image_is_the_distance_on_the_grid() -> None:
-    got = image_bias(hf_posenc.build("alibi", image_geometry()), 3, 5)
-    places = [divmod(token, 5) for token in range(15)]
-    for head, slope in enumerate([1 / 4, 1 / 16, 1 / 64, 1 / 256]):
-        for query, (y, x) in enumerate(places, start=1):
-            for key, (v, u) in enumerate(places, start=1):
-                assert got[head, query, key] == pytest.approx(-slope * ((y - v) ** 2 + (x - u) ** 2) ** 0.5)
-    assert not got[:, 0].any()
-    assert not got[:, :, 0].any()
-
-
-def test_t5_clipped_of_an_image_has_a_bias_for_each_offset() -> None:
-    scheme = hf_posenc.build("t5_clipped", image_geometry(), init="normal")
-    assert scheme.max_distance == 3
-    assert scheme.r.shape == (4, 49)
-    table = scheme.r.detach().numpy().reshape(4, 7, 7)
-    got = image_bias(scheme, 3, 6)
-    places = [divmod(token, 6) for token in range(18)]
-    for query, (y, x) in enumerate(places, start=1):
-        for key, (v, u) in enumerate(places, start=1):
-            row, column = (min(max(offset, -3), 3) + 3 for offset in (y - v, x - u))
-            assert got[:, query, key] == pytest.approx(table[:, row, column])
-    assert not got[:, 0].any()
-    assert not got[:, :, 0].any()
+def test_biases_of_an_image_go_by_offsets_on_the_grid() -> None:
+    """ALiBi takes the distance, clipped T5 has a number for each offset; the class token, at the front, has none."""
+    alibi = hf_posenc.build("alibi", image_geometry())
+    t5 = hf_posenc.build("t5_clipped", image_geometry(), init="normal")
+    assert (t5.max_distance, t5.r.shape) == (3, (4, 49))
     assert hf_posenc.build("t5_clipped", image_geometry(), max_distance=1).r.shape == (4, 9)
+    table, slopes = t5.r.detach().numpy().reshape(4, 7, 7), 1 / np.array([4, 16, 64, 256])
+    by_distance, by_offset = image_bias(alibi, 3, 6), image_bias(t5, 3, 6)
+    places = [divmod(token, 6) for token in range(18)]
+    for (query, (y, x)), (key, (v, u)) in itertools.product(enumerate(places, start=1), repeat=2):
+        assert by_distance[:, query, key] == pytest.approx(-slopes * np.hypot(y - v, x - u))
+        row, column = (min(max(offset, -3), 3) + 3 for offset in (y - v, x - u))
+        assert by_offset[:, query, key] == pytest.approx(table[:, row, column])
+    for bias in (by_distance, by_offset):
+        assert not bias[:, 0].any()
+        assert not bias[:, :, 0].any()
 
 
 @pytest.mark.parametrize("layout", ["concat", "interleaved"])
 def test_sinusoidal_of_an_image_is_that_of_column_and_row(layout: str) -> None:
     """MAE's `get_2d_sincos_pos_embed`, whose first half is that of the column."""
     scheme = hf_posenc.build("sinusoidal", image_geometry(), layout=layout, scale=0.5)
-    coords = grid_coords(3, 5, torch.device("cpu"))
-    inputs = torch.ones(1, 16, 32, dtype=torch.float64)
+    coords, inputs = grid_coords(3, 5, torch.device("cpu")), torch.ones(1, 16, 32, dtype=torch.float64)
     got = scheme.embed(inputs, torch.arange(16)[None], coords)[0].numpy() - 1
-    frequencies = 1e4 ** -(np.arange(8) / 8)
-    for token in range(15):
-        row, column = divmod(token, 5)
-        for place, half in ((column, got[token + 1, :16]), (row, got[token + 1, 16:])):
-            sin, cos = (half[:8], half[8:]) if layout == "concat" else (half[0::2], half[1::2])
-            np.testing.assert_allclose(sin, 0.5 * np.sin(place * frequencies), atol=1e-12)
-            np.testing.assert_allclose(cos, 0.5 * np.cos(place * frequencies), atol=1e-12)
+    column_row = coords[0].numpy()[1:, ::-1, None] * 1e4 ** -(np.arange(8) / 8)  # [15, 2, 8]
+    angles = 0.5 * np.stack((np.sin(column_row), np.cos(column_row)), axis=-2 if layout == "concat" else -1)
+    np.testing.assert_allclose(got[1:], angles.reshape(15, 32), atol=1e-12)
     assert not got[0].any()
 
 
@@ -336,44 +255,3 @@ def test_forms_for_images_act_in_the_model(scheme: str) -> None:
     wanted = torch.from_numpy(image_bias(own, 5, 8)).softmax(-1).float()
     for of_layer in weights:
         torch.testing.assert_close(of_layer, wanted.expand_as(of_layer), atol=1e-6, rtol=1e-5)
-
-
-# -- around the model --------------------------------------------------------------------------------------------------
-
-
-def test_plan_of_a_config_that_names_no_class() -> None:
-    assert hf_posenc.plan(ViTConfig(**IMAGES), "alibi").architecture == "vit"
-
-
-def test_explain_counts_the_tokens_of_an_image() -> None:
-    found = hf_posenc.explain(hf_posenc.patch(make(), "alibi"), length=99)
-    assert (found.length, found.layers[0].step) == (1 + PATCHES, None)
-
-
-def test_embeddings_and_layers_stay_whole_on_a_device() -> None:
-    model = hf_posenc.patch(make(), "tape")
-    assert set(model._no_split_modules) == {"PosencViTEmbeddings", "PosencViTLayer"}
-    assert set(hf_posenc.patch(model, "fire")._no_split_modules) == {"PosencViTEmbeddings", "ViTLayer"}
-
-
-def test_no_hook_stays_after_an_error() -> None:
-    model = patched("sinusoidal")
-    with pytest.raises(ValueError, match="channel dimension"):
-        states(model, torch.randn(1, 3, SIDE, SIDE))
-    assert [module for module in model.modules() if module._forward_pre_hooks] == []
-
-
-def test_convert_keeps_what_prepares_the_images(tmp_path: Path) -> None:
-    stock, out = tmp_path / "stock", tmp_path / "out"
-    make().save_pretrained(stock)
-    (stock / "preprocessor_config.json").write_text('{"do_resize": false}')
-    result = CliRunner().invoke(cli.app, ["convert", str(stock), "nope", str(out)])
-    assert result.exit_code == 0, result.output
-    assert (out / "preprocessor_config.json").read_text() == '{"do_resize": false}'
-    assert "has no tokenizer" not in result.output
-
-
-def test_recipes_refuse_models_of_images(tmp_path: Path) -> None:
-    make().save_pretrained(tmp_path)
-    with pytest.raises(hf_posenc.RecipeError, match="is a vit, which writes no text"):
-        load(str(tmp_path))
