@@ -244,6 +244,11 @@ class Case:
         """Whether longer texts are the goal."""
         return self.asked.goal == "extend"
 
+    @property
+    def extends_by_scheme(self) -> bool:
+        """Whether a scheme reaches them."""
+        return self.extends and self.way not in (*ROPES, WINDOWS)
+
     @functools.cached_property
     def way(self) -> str:
         """The way to extend the model."""
@@ -267,7 +272,7 @@ class Case:
     @property
     def length(self) -> int:
         """Tokens per window of the training."""
-        return self.recipe.training.length or self.facts.own
+        return self.recipe.training.length or min(self.facts.own, WINDOW)
 
     @property
     def tokens(self) -> int:
@@ -312,8 +317,7 @@ class Case:
 
 
 def _scheme(case: Case) -> Any:
-    is_scheme = case.extends and case.way not in (*ROPES, WINDOWS)
-    return case.way if is_scheme else case.recipe.conversion.scheme
+    return case.way if case.extends_by_scheme else case.recipe.conversion.scheme
 
 
 def _rope(case: Case) -> Any:
@@ -377,7 +381,7 @@ def _options(case: Case) -> dict[str, Any]:
 def _teacher(case: Case) -> Distillation:
     if case.transfers:
         return Distillation(share=1.0)
-    changes = case.asked.goal in ("swap", "remove") or (case.extends and case.info is not None)
+    changes = case.asked.goal in ("swap", "remove") or case.extends_by_scheme
     return Distillation(share=1.0, hidden=2.0, until=0.8) if changes else case.recipe.distillation
 
 
@@ -399,8 +403,8 @@ def _contexts(case: Case) -> list[int] | None:
     # It brings datasets and matplotlib, for which `recipes --for` need not wait.
     from hf_posenc.recipes.evaluation.perplexity import TARGETS
 
-    own, length = case.facts.own, case.length
-    reach = max(own, length if case.extends else 0, case.recipe.training.skip_to or 0)
+    own, length, skip_to = case.facts.own, case.length, case.recipe.training.skip_to
+    reach = max(own, length if case.extends else 0, 0 if case.asked.gives("training.skip_to") else skip_to or 0)
     if case.facts.trained is None and reach > own:
         # Nothing else knows how long the texts of the model's own training were.
         return [each for power in range(9) if (each := own << power) <= reach * 2]
@@ -419,8 +423,6 @@ RULES: dict[str, Callable[[Case], Any]] = {
     "conversion.scheme": _scheme,
     "conversion.rope": _rope,
     "conversion.stacks": lambda case: ["decoder"] if case.decodes_only else None,
-    "training.length": _length,
-    "training.batch_size": _batch_size,
     "training.precision": lambda case: case.facts.precision,
     "transfer.steps": _transfer_steps,
     # One window for each process: small steps are worth more than tokens.
@@ -428,6 +430,8 @@ RULES: dict[str, Callable[[Case], Any]] = {
     "conversion.native": _native,
     "conversion.fit": _fit,
     "conversion.options": _options,
+    "training.length": _length,
+    "training.batch_size": _batch_size,
     "distillation.share": lambda case: _teacher(case).share,
     "distillation.hidden": lambda case: _teacher(case).hidden,
     "distillation.until": lambda case: _teacher(case).until,
