@@ -38,6 +38,7 @@ def test_a_page_is_complete(name: str) -> None:
     assert len(re.findall(r"[.!?](?=\s|$)", paragraph)) == 2, f"not two sentences: {paragraph}"
 
 
+@pytest.mark.grid  # a picture takes seconds
 @every_scheme
 def test_facts_and_portrait_are_those_of_the_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
