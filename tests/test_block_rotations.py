@@ -124,31 +124,7 @@ def test_the_start_on_a_rotary_model_is_its_rotation(name: str, kind: str, dtype
                 torch.testing.assert_close(got.double(), values[f"{kind}.{place}.{part}"], rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("kind", ["default", "llama3", "yarn"])
-def test_the_base_is_the_generator_of_the_models_rotation(kind: str) -> None:
-    values = golden("rotary_funcpres")
-    upper = values[f"{kind}.liere_b8_raw"].triu(1)
-    want = (upper - upper.mT)[:, None].expand(-1, 4, -1, -1, -1)
-    torch.testing.assert_close(pretrained("liere", kind).generators(), want)
-    raw = values[f"{kind}.comrope_b8_P"]
-    for name in ("comrope_ap", "comrope_ld"):
-        torch.testing.assert_close(pretrained(name, kind).generators(), (raw - raw.mT).expand(4, -1, -1, -1))
-
-
 # -- with the model's own rotation -------------------------------------------------------------------------------------
-
-
-@every_scheme
-def test_turning_twice_is_warned_of(name: str) -> None:
-    own = {"inv_freq": torch.rand(8), "rotary_limit": 50}
-    twice, kept = (
-        build(name, geometry(**own), init=init).facts(native_kept=True).cautions for init in ("native", "zero")
-    )
-    assert "beyond 50 tokens" in twice[0]
-    assert "turn twice" in twice[1]
-    assert len(kept) == 1
-    assert "do not commute" in kept[0]
-    assert not build(name, geometry(inv_freq=torch.rand(8))).facts(native_kept=False).cautions
 
 
 @both_dtypes
@@ -171,15 +147,6 @@ def test_channels_left_over_by_liere_keep_the_models_rotation(coords: Tensor | N
     still = torch.tensor([8, 11, 20, 23])
     torch.testing.assert_close(got.q[..., still], rope.q[..., still])
     assert (got.q[..., turned] - rope.q[..., turned]).abs().amax((0, 1, 2)).min() > 0.1
-
-
-def test_channels_left_over_by_liere_pass_without_a_base() -> None:
-    for width in (24, 23):
-        scheme = build("liere", geometry(head_dim=width), block_size=10, init="official", unit=1.0)
-        q = heads(1, 4, 13, width)
-        got = project(scheme, q, q, torch.arange(13)).q
-        assert torch.equal(got[..., 20:], q[..., 20:])
-        assert (got[:, :, 1:, :20] - q[:, :, 1:, :20]).abs().amin((0, 1, 2)).max() > 0
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -349,15 +316,6 @@ def test_only_differences_of_coordinates_count(name: str, size: int, axes: int) 
     scheme = build(name, geometry(head_dim=24), axes=axes, block_size=size, init="official", unit=1.0)
     assert shift_error(scheme, torch.tensor([0.25, 0.1, -0.4][:axes]).double()) < 1e-13
     assert not any("shift" in text for text in scheme.facts(native_kept=False).cautions)
-
-
-@pytest.mark.parametrize(("size", "low", "high"), [(4, 0.1, 0.4), (8, 0.2, 0.5), (64, 0.5, 1.1)])
-def test_two_axes_of_liere_see_more_than_differences(size: int, low: float, high: float) -> None:
-    scheme = build("liere", geometry(head_dim=64), axes=2, block_size=size, init="official", unit=1.0)
-    assert low < shift_error(scheme, torch.tensor([0.25, 0.1]).double()) < high
-    assert any("do not commute" in text for text in scheme.facts(native_kept=False).cautions)
-    started = build("liere", geometry(head_dim=64, inv_freq=torch.rand(32)), axes=2, block_size=size)
-    assert shift_error(started, torch.tensor([0.25, 0.1]).double()) < 1e-13
 
 
 # -- parameters --------------------------------------------------------------------------------------------------------

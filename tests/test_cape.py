@@ -84,13 +84,6 @@ def test_cape_is_the_official_code(case: str, rows: slice, dtype: torch.dtype) -
         near("out", attend(scheme, q, k, v, executor=executor, **at), want["out"], ATOL[dtype])
 
 
-@pytest.mark.parametrize("case", ["alibi", "kerple_log", "fire"])
-def test_the_base_is_that_of_the_official_code(case: str) -> None:
-    scheme, places = official(case, torch.float64), torch.arange(11)
-    got = scheme.base_bias.bias(Block(Positions(places[None], places[None]), reach=10), torch.float64)[0]
-    near("B", got[:, SEEN], VALUES[f"{case}.B"][:, SEEN], ATOL[torch.float64])
-
-
 @pytest.mark.parametrize("direction", ["causal", "bidirectional"])
 @every_choice
 def test_cape_is_its_equations(options: dict[str, str], direction: str) -> None:
@@ -136,11 +129,3 @@ def test_far_distances_enter_the_network_in_float32() -> None:
             got = logits_of(scheme, given, query, key)
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-3)
     assert torch.equal(logits_of(scheme.to(torch.bfloat16), given, query, key), got)
-
-
-def test_a_bag_of_words_is_warned_of() -> None:
-    encoder = build("cape", geometry("bidirectional"), base="nope")
-    assert "bag of words" in encoder.facts(native_kept=False).cautions[0]
-    assert encoder.facts(native_kept=True).cautions == ()
-    assert build("cape", geometry(), base="nope").facts(native_kept=False).cautions == ()
-    assert build("cape", geometry("bidirectional")).facts(native_kept=False).cautions == ()

@@ -216,22 +216,6 @@ def test_transformer_xl_both_ways_agree(
             near("ways", got, want, 1e-10)
 
 
-def test_transformer_xl_takes_the_cheaper_way() -> None:
-    def tables(queries: int, last: int, **options: Any) -> set[str]:
-        scheme = build("transformer_xl", geometry(options.pop("direction", "causal")), **options)
-        key = torch.linspace(0, last, 64).long()[None]
-        q, k = torch.zeros(1, 3, queries, 8), torch.zeros(1, 3, 64, 8)
-        places = Positions(key[:, 64 - queries :], key)
-        return set(scheme.project(Tokens(positions=places, common=scheme.common), q, k, k).tables)
-
-    both = {"r_w_bias", "r_r_bias"}
-    assert tables(64, 63) == both | {"positions_by_distance"}
-    assert tables(64, 63, direction="bidir") == both | {"positions_by_distance"}
-    assert tables(1, 63) == both
-    assert tables(64, 100_000) == both
-    assert tables(64, 100_000, clamp_len=100) == both | {"positions_by_distance"}
-
-
 def test_transformer_xl_reads_no_tensor_in_a_step_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(tensor: Tensor) -> int:
         raise AssertionError("a GPU would wait here")
@@ -256,20 +240,6 @@ def test_transformer_xl_far_positions_in_float32() -> None:
 
 
 # -- all three ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("shaw", {"init": "normal"}),
-        ("disentangled", {}),
-        ("disentangled", {"init": "zero", "scale": "deberta"}),
-        ("transformer_xl", {}),
-    ],
-    ids=str,
-)
-def test_other_starts_are_not_exact(name: str, options: dict[str, Any]) -> None:
-    assert not build(name, geometry(), **options).facts(native_kept=True).exact
 
 
 @pytest.mark.parametrize("p2c", [True, False])

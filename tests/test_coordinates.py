@@ -158,14 +158,6 @@ def test_gradient_checkpointing_sees_the_same_coordinates(architecture: str) -> 
     assert any((p.grad - plain[name]).abs().max() > 1e-5 for name, p in new_parameters(model).items())
 
 
-def test_coordinates_move_with_the_context() -> None:
-    context = Context(Inputs(torch.arange(9)[None], 8, coords=torch.rand(1, 9, 2)), Native())
-    moved = context.to(torch.device("meta")).inputs
-    assert moved is not None
-    assert moved.coords is not None
-    assert moved.coords.is_meta
-
-
 def test_layers_that_accelerate_moves_get_the_coordinates() -> None:
     from accelerate import cpu_offload
 

@@ -416,28 +416,6 @@ def test_the_official_start() -> None:
     assert not build("fox", geometry(), forget_gate="bias_only", init="official").fgate_bias.any()
 
 
-def test_parts_that_are_off_have_no_parameters_and_keep_nothing() -> None:
-    shapes = {
-        "k_shift": {"k_shift_proj.weight": (2, WIDTH)},
-        "v_shift": {"v_shift_proj.weight": (2, WIDTH)},
-        "qk_norm": {"q_norm.weight": (HEADS * HEAD_DIM,), "k_norm.weight": (2 * HEAD_DIM,)},
-        "output_norm": {"o_norm.weight": (HEADS * HEAD_DIM,)},
-        "output_gate": {"ogate_proj.weight": (HEADS * HEAD_DIM, WIDTH)},
-    }
-    for part, parameters in shapes.items():
-        scheme = build("fox_pro", geometry(), **{**PLAIN, part: True})
-        got = {name: tuple(value.shape) for name, value in scheme.named_parameters() if "fgate" not in name}
-        assert got == parameters
-        assert scheme.history == (64 if part in ("k_shift", "v_shift") else 0)
-        assert scheme.facts(native_kept=True).start is None
-        assert "must be trained" in scheme.facts(native_kept=True).cautions[0]
-    shared = build("fox_pro", geometry(), share_qk_norm=True)
-    assert shared.q_norm.weight.shape == shared.k_norm.weight.shape == (HEAD_DIM,)
-    nothing = build("fox_pro", geometry(), **PLAIN, init="horizon")
-    assert nothing.facts(native_kept=True).start == pytest.approx(0.1)
-    assert nothing.facts(native_kept=True).cautions == ()
-
-
 def test_the_start_of_fox_pro() -> None:
     scheme = build("fox_pro", geometry(hidden_size=4096))
     for linear in (scheme.k_shift_proj, scheme.v_shift_proj, scheme.ogate_proj):

@@ -172,29 +172,6 @@ def test_learned_alibi_slopes_start_from_the_context() -> None:
         torch.testing.assert_close((-scheme.log_slopes).exp().tolist(), times, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("heads", [8, 12])
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_alibi_weights_of_given_logits(heads: int, executor: str) -> None:
-    values, positions = golden("alibi"), torch.arange(11)
-
-    def build_with(**changes) -> Scheme:
-        return build("alibi", geometry(heads, **changes)).double()
-
-    got = weights_of(build_with, positions, positions, values[f"x_h{heads}"], executor)
-    want = values[f"probs_causal_11x11_h{heads}"]
-    torch.testing.assert_close(got, want, rtol=0, atol=about("alibi")["atol"])
-
-
-@pytest.mark.parametrize("heads", [8, 12])
-def test_alibi_is_the_official_row_but_for_a_constant_per_query(heads: int) -> None:
-    row = golden("alibi")[f"bias_official_row_h{heads}"]  # m_h * j
-    positions = torch.arange(11)
-    got = bias_of(build("alibi", geometry(heads)).double(), positions, positions)
-    want = row[:, None, :] - row[:, :, None]
-    seen = positions[None] <= positions[:, None]
-    torch.testing.assert_close(got[:, seen], want[:, seen], rtol=0, atol=about("alibi")["atol"])
-
-
 # -- nope, learned, sinusoidal -----------------------------------------------------------------------------------------
 
 
@@ -243,15 +220,6 @@ def test_t5_buckets(buckets: int, far: int, direction: str) -> None:
     distance = -values["rel_for_bucket"]  # theirs is key minus query
     got = Buckets(num_buckets=buckets, max_distance=far, causal=direction == "causal")(distance)
     assert torch.equal(got, values[f"bucket_nb{buckets}_md{far}_{direction}"])
-
-
-@pytest.mark.parametrize("direction", ["causal", "bidir"])
-def test_t5_default_buckets_at_short_and_long_distances(direction: str) -> None:
-    values = golden("t5_rpe")
-    default = {"num_buckets": 32, "max_distance": 128, "causal": direction == "causal"}
-    assert torch.equal(Buckets(**default)(-values["rel_for_bucket"]), values[f"bucket_{direction}_rel"])
-    long = values["positions_long"]
-    assert torch.equal(Buckets(**default)(long[:, None] - long[None]), values[f"bucket_{direction}_long"])
 
 
 @pytest.mark.parametrize("direction", ["causal", "bidir"])
@@ -379,16 +347,6 @@ def test_rope(place: str, layout: str, frequencies: str, dtype: torch.dtype) -> 
         at = {"query_positions": positions, "key_positions": positions, "executor": executor}
         weights = attend(scheme, q, k, identity, **at)[..., :13]
         torch.testing.assert_close(weights.double(), logits.softmax(-1), rtol=0, atol=atol)
-
-
-@pytest.mark.parametrize("place", ["base", "offset", "long"])
-def test_rope_in_float32_has_transformers_cosines(place: str) -> None:
-    values = golden("rope")
-    positions = values[f"{place}.positions"][None]
-    scheme = build("rope", geometry(1, head_dim=16))
-    cos, sin = unit_rotation(scheme, positions)
-    torch.testing.assert_close(cos, values[f"{place}.hf_fp32_cos"][0], rtol=0, atol=ROPE_ATOL[torch.float32][place])
-    torch.testing.assert_close(sin, values[f"{place}.hf_fp32_sin"][0], rtol=0, atol=ROPE_ATOL[torch.float32][place])
 
 
 def unit_rotation(scheme: Scheme, positions: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

@@ -83,16 +83,6 @@ def test_rope2d_mixed_official_start_has_the_official_distribution() -> None:
     assert angles.std() == pytest.approx(2 * math.pi / 12**0.5, abs=0.2)  # uniform in a circle
 
 
-def test_rope2d_mixed_start_in_three_dimensions() -> None:
-    torch.manual_seed(0)
-    freqs = build("rope2d", geometry(head_dim=24), init="official", axes=3).freqs.detach()
-    directions = (freqs / freqs.norm(dim=0)).unflatten(-1, (3, 4))
-    torch.testing.assert_close(directions, directions[..., :1].expand_as(directions))
-    basis = directions[..., 0].transpose(0, 1)  # [G, axes, parts]
-    torch.testing.assert_close(basis.mT @ basis, torch.eye(3).expand(4, 3, 3), atol=1e-6, rtol=0)
-    torch.testing.assert_close(freqs.norm(dim=0)[0], (10.0 ** -(torch.arange(4) / 4)).repeat(3))
-
-
 def test_rope2d_axial_gives_the_models_frequencies_to_the_axes_in_turn() -> None:
     frequencies = torch.tensor([1.0, 0.5, 0.25, 0.125])
     scheme = build("rope2d", geometry(head_dim=8, inv_freq=frequencies), kind="axial")

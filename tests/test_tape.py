@@ -95,25 +95,6 @@ def test_all_layers(case: str, backend: str) -> None:
     agree(out, f"{case}/out", ABOUT["tolerance"]["float32"])
 
 
-def test_first_states() -> None:
-    scheme = hf_posenc.build("tape", Geometry(heads=4, kv_heads=4, head_dim=8, hidden_size=32))
-    place = torch.arange(13).expand(2, -1)
-    x = torch.zeros(2, 4, 13, 8, dtype=torch.float64)
-    projected = scheme.project(Tokens(positions=Positions(place, place)), x, x, x)
-    for got, name in zip(both_halves(projected.state["position_states"]), ("cos_in", "sin_in"), strict=True):
-        agree(got, f"mha_random/{name}")
-
-
-def test_official_start_is_rope() -> None:
-    case = "official_init_equals_rope"
-    model = official(case)
-    hidden = VALUES[f"{case}/hidden_states"]
-    with torch.no_grad():
-        tape = model(inputs_embeds=hidden).last_hidden_state
-        rope = hf_posenc.patch(model, "rope", theta=10000.0)(inputs_embeds=hidden).last_hidden_state
-    torch.testing.assert_close(tape, rope, rtol=0, atol=1e-12)
-
-
 def test_shifted_positions() -> None:
     model = official("mha_random")
     trace = Trace(model)
@@ -282,17 +263,6 @@ def test_output_hidden_states_are_hidden_states() -> None:
     assert len(out.hidden_states) == len(want.hidden_states)
     for got, exact in zip(out.hidden_states, want.hidden_states, strict=True):
         torch.testing.assert_close(got, exact, atol=1e-4, rtol=1e-4)
-
-
-def test_layers_of_the_other_stack_stay_whole_too() -> None:
-    model = hf_posenc.patch(stock("t5"), "tape", stacks="decoder")
-    assert set(model._no_split_modules) == {"T5Block", "PosencT5Block"}
-    hf_posenc.patch(model, "tape")
-    assert set(model._no_split_modules) == {"PosencT5Block"}
-    hf_posenc.patch(hf_posenc.unpatch(model), "tape", layers=[0])
-    assert set(model._no_split_modules) == {"T5Block", "PosencT5Block"}
-    hf_posenc.unpatch(model)
-    assert set(model._no_split_modules) == {"T5Block"}
 
 
 def test_a_layer_alone_has_no_positions() -> None:

@@ -90,26 +90,6 @@ def test_outputs(name: str, case: str, dtype: torch.dtype, executor: str) -> Non
         compare(name, weights[..., : given["attn"].shape[-1]], given, "attn")
 
 
-@pytest.mark.parametrize(("name", "case"), CASES)
-def test_what_is_counted_or_left(name: str, case: str) -> None:
-    """Positions of CoPE, and the rest of a stick."""
-    scheme, given = official(name, case)
-    q, k = given.get("q_last", given.get("q")), given["k"].repeat_interleave(4 // given["k"].shape[1], dim=1)
-    places, keep = torch.arange(k.shape[2])[None], None
-    keep = places <= places.mT[-q.shape[2] :]
-    if "attention_mask" in given:
-        keep = keep & given["attention_mask"][:, None, None].bool()
-    block = Block(Positions(places[:, -q.shape[2] :], places), 12, keep)
-    if name == "cope" and "positions" in given:
-        got = scheme.count(q @ k.mT * 8**-0.5, q, k, block)
-        seen = keep.expand_as(got)
-        compare(name, got.where(seen, 0), given | {"positions": given["positions"].where(seen, 0)}, "positions")
-    elif name == "stick_breaking":
-        weights, rest = scheme.break_stick(q @ k.mT * 8**-0.5, block)
-        compare(name, rest[..., 0], given, "rem")
-        torch.testing.assert_close(weights.sum(-1, keepdim=True) + rest, torch.ones_like(rest), rtol=0, atol=1e-12)
-
-
 @every_executor
 def test_unmasked_official_cope_is_a_query_that_sees_every_key(executor: str) -> None:
     """The official encoder counts to the end of the sequence: a causal layer whose queries all stand there."""
@@ -373,20 +353,6 @@ def test_cope_declares_what_it_reads_and_keeps() -> None:
     assert scheme.pos_emb_right is None
     for parameter in scheme.gate_proj.parameters():
         assert 0.8 * 32**-0.5 < parameter.abs().max() <= 32**-0.5
-
-
-def test_a_stick_declares_what_it_is() -> None:
-    places = torch.arange(9)[None]
-    for options in STICKS:
-        scheme = random_scheme("stick_breaking", options)
-        at = {"query_positions": places, "key_positions": places, "need_weights": True}
-        _, weights = attend(scheme, *random_operands(9)[:3], **at)
-        assert scheme.facts().sums_to_one == torch.allclose(weights.sum(-1), torch.ones(2, 4, 9).double())
-        assert not any(scheme.facts(native_kept=kept).exact for kept in (False, True))
-        text = " ".join(scheme.facts(native_kept=False).cautions)
-        assert "no softmax" in text
-        assert ("do not sum to 1" in text) == (options.get("remainder") != "self")
-        assert ("start_bias=True" in text) == ("start_bias" not in options)
 
 
 def test_the_reach_of_a_stick_at_the_start() -> None:
