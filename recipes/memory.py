@@ -76,6 +76,9 @@ def need(model: nn.Module, recipe: Recipe, length: int) -> Need:
     table = inner.get_input_embeddings().weight
     is_tied = trains_all and inner.get_output_embeddings() is not None and config.tie_word_embeddings
     loaded = own * (4 if trains_all else weights[0].element_size())
+    if recipe.adapter.four_bit:  # all but the embedding and the head
+        wide = table.numel() * (1 if config.tie_word_embeddings else 2)
+        loaded = wide * table.element_size() + (own - wide) // 2
     fixed = loaded + own * 4 * (distillation.distils and not is_within) + trained * 8 + _SLACK
     return Need(
         fixed + own * 2 * (halves and trains_all),

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 import hf_posenc
 from hf_posenc.coordinates import grid, join, stack
 from hf_posenc.errors import PositionError
-from hf_posenc.patches.context import Context, Inputs, Native
 from hf_posenc.patches.models import continued
 
 LANGUAGES = ("llama", "gpt2", "t5")

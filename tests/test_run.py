@@ -290,13 +290,6 @@ def test_a_damaged_record_is_an_error(stopped: tuple[Recipe, Path]) -> None:
     assert run.resume(out).model.is_dir()
 
 
-def test_a_damaged_recipe_of_a_run_is_an_error(tmp_path: Path) -> None:
-    for content in ("model: tiny-llama\nconv", "model: 'tiny", "", "model: tiny-llama\n"):
-        (tmp_path / layout.RECIPE).write_text(content, encoding="utf-8")
-        with pytest.raises(RecipeError, match=r"recipe\.yaml"):
-            run.resume(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
