@@ -20,14 +20,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_posenc
-from hf_posenc import CheckpointError, RecipeError
+from hf_posenc import CheckpointError, PosencError, RecipeError
 from hf_posenc.recipes import layout
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.loading import place
 from hf_posenc.recipes.processes import enough_threads
 from hf_posenc.recipes.runs import files, run
 from hf_posenc.recipes.runs.files import STOP
+from hf_posenc.recipes.runs.forecast import forecast
 from hf_posenc.recipes.runs.stages import trained
+from hf_posenc.recipes.runs.stages.base import Case
 from hf_posenc.recipes.schema.recipe import Recipe, Training
 from hf_posenc.recipes.training import trainer as adapt
 from hf_posenc.recipes.training.trainer import divide_batch, whole_batches
@@ -530,14 +532,36 @@ LENGTHS: dict[str, tuple[str, list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", LENGTHS)
-def test_lengths_are_checked_before_anything_is_measured(case: str, tmp_path: Path) -> None:
+def test_a_run_refuses_lengths_before_it_measures_as_a_dry_run_does(case: str, tmp_path: Path) -> None:
     name, changes, said = LENGTHS[case]
     architecture, _, scheme = name.partition("-")
     pairs = [f"model={DIRECTORIES[architecture]}", "data=builtin", "training.steps=1"]
     pairs += [key if key.startswith("lengthen") else f"training.{key}" for key in changes]
     recipe = read_recipe(*(("swap", [f"scheme={scheme}", *pairs]) if scheme else ("control", pairs)))
-    with pytest.raises(RecipeError, match=said):
-        run.train(recipe, tmp_path / "out")
+    for refuses in (
+        lambda: forecast(Case.of(recipe, reads_all=False)),
+        lambda: run.train(recipe, tmp_path / "out"),
+    ):
+        with pytest.raises(RecipeError, match=said):
+            refuses()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["scheme=kerple", f"model={DIRECTORIES['gpt2']}", "native=remove", "fit=native"], "added to the inputs"),
+        (["scheme=kerple", f"model={DIRECTORIES['gpt2']}", "native=remove", "transfer.steps=1"], "its own encoding"),
+        (["scheme=kerple", "training.batch_size=100000"], "batch_size is 100000"),
+    ],
+    ids=["fit", "transfer", "batch"],
+)
+def test_each_stage_refuses_before_a_model_is_loaded(
+    changes: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "load", None)
+    with pytest.raises(PosencError, match=said):
+        run.train(read_recipe("swap", [*changes, f"data.source={text_file()}", "training.length=32"]), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
