@@ -353,12 +353,11 @@ def prepare(
 def _rotations(sites: Sites, chosen: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Geometry]]:
     """Yield the type of each chosen layer, where each type has a rotation of its own, and its geometry."""
     architecture = sites.architecture
-    with architecture.reading():
-        for name, layers in chosen.items():
-            body = sites.stacks[name].body
-            for layer in layers:
-                kind = architecture.attributes(body, layer).get("posenc_kind", "")
-                yield kind, architecture.geometry(body, layer)
+    for name, layers in chosen.items():
+        body = sites.stacks[name].body
+        for layer in layers:
+            kind = architecture.attributes(body, layer).get("posenc_kind", "")
+            yield kind, architecture.geometry(body, layer)
 
 
 def _check_stacks(sites: Sites, stacks: dict[str, Stack], chosen: dict[str, tuple[int, ...]]) -> None:
