@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import glob
 import gzip
 import json
+import lzma
 import os
 import shutil
 from pathlib import Path
@@ -245,6 +247,29 @@ def test_a_damaged_file_is_one_error(name: str, streaming: bool, tmp_path: Path,
             load_data(data, tokenizer, length=16, checks=True)
         except RecipeError as error:
             one_line(error)
+
+
+def test_a_little_file_that_unpacks_to_a_lot_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "LARGEST_ROW", 2**21)
+    monkeypatch.setattr(sources, "LARGEST_FILE", 2**22)
+    for name, text, said in (
+        ("row.jsonl", json.dumps({"text": "x" * 2**23}), "unpack to a row of more than 2 MB, [34] MB so far"),
+        ("text.txt", "x" * 2**23, "unpack to too much, 5 MB so far"),
+        ("array.json", json.dumps([{"text": "x"}] * 2**19), "unpack to too much, 5 MB so far"),
+        ("rows.jsonl", '{"text": "x"}\n' * 2**20, "unpack to too much, 5 MB so far"),
+    ):
+        # The name does not matter.
+        for each in (name, f"{name}.gz"):
+            (tmp_path / each).write_bytes(gzip.compress(text.encode()))
+            with pytest.raises(RecipeError, match=rf"{name}.* cannot be read .*its 0\.0 MB {said}; cut the text"):
+                sources.whole(str(tmp_path / each))
+    for name, pack in (("a.jsonl", lzma.compress), ("a.txt.gz", bz2.compress)):
+        (tmp_path / name).write_bytes(pack(b'{"text": "A text."}'))
+        with pytest.raises(RecipeError, match="packed file of another kind than gzip; unpack it first"):
+            sources.whole(str(tmp_path / name))
+    rows = [json.dumps({"text": os.urandom(900).hex()}) for _ in range(3_000)]  # Text that does not pack so well.
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
+    assert len(sources.whole(str(tmp_path / "b.jsonl.gz"))) == 3_000
 
 
 def test_texts_are_tokenised_a_few_at_a_time(

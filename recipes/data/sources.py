@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import gzip
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -25,12 +27,21 @@ BUILTIN = "builtin"
 # Column of the text in all datasets returned here.
 TEXT = "text"
 
+# Bytes of a row, and of a file, that a packed file may unpack to; more of a file if that is no more than `_DENSE` times
+# its size. gzip packs `_DENSEST` bytes into one at most.
+LARGEST_ROW, LARGEST_FILE = 2**26, 2**30
+_DENSE, _DENSEST = 100, 1032
+_PIECE = 2**20
+_GZIP = b"\x1f\x8b"
+# Beginnings of files that xz, bzip2, Zstandard, LZ4, zip, 7-Zip and RAR pack.
+_PACKED = (b"\xfd7zXZ", b"BZh", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"PK\x03\x04", b"7z\xbc\xaf", b"Rar!")
+
 Documents: TypeAlias = Dataset | IterableDataset
 Origin = Literal["builtin", "files", "hub"]
 
+# Builders of `datasets` by file suffix; .gz may follow.
 # Parts of a split that are all of it.
 _ALL_OF_SPLIT = ("[:]", "[0:]", "[0%:]", "[:100%]", "[0%:100%]")
-# Builders of `datasets` by file suffix; .gz may follow.
 _BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
@@ -118,6 +129,9 @@ class Source:
             raise RecipeError(f"{path} is empty; expected text.")
         # utf-8-sig drops a byte order mark; the other builders do so by default.
         options = {} if self.has_columns else {"sample_by": "document", "encoding": "utf-8-sig"}
+        for file in self.files:
+            found = os.stat(file)
+            _check_packed(file, found.st_size, found.st_mtime_ns, has_rows=_suffix(Path(file)) == ".jsonl")
         # Or `datasets` would take a name such as "run [1].txt" for a pattern, and read "run 1.txt".
         files = [glob.escape(file) for file in self.files]
         # The text builder always calls its column "text".
@@ -193,7 +207,11 @@ def _is_path(name: str) -> bool:
 
 
 def _kind(path: Path) -> str | None:
-    return _BUILDERS.get(Path(path.name.removesuffix(".gz")).suffix)
+    return _BUILDERS.get(_suffix(path))
+
+
+def _suffix(path: Path) -> str:
+    return Path(path.name.removesuffix(".gz")).suffix
 
 
 def _files(path: Path) -> tuple[str, tuple[str, ...]]:
@@ -226,6 +244,33 @@ def _readable(where: str) -> Iterator[None]:
             if isinstance(error.__cause__, UnicodeDecodeError):
                 raise ValueError(f"{error.__cause__}; save it in UTF-8") from error
             raise error.__cause__ or error from error
+
+
+@lru_cache
+def _check_packed(file: str, size: int, changed: int, *, has_rows: bool) -> None:
+    """Raise `RecipeError` for a packed file of another kind than gzip, and where a little of it unpacks to a lot.
+
+    `datasets` unpacks by the content, whatever the name says, and reads a row, or a text, at once.
+    """
+    with _readable(file), open(file, "rb") as packed:
+        head = packed.read(6)
+        if any(map(head.startswith, _PACKED)):
+            raise ValueError("it is a packed file of another kind than gzip; unpack it first")
+        most = LARGEST_ROW if has_rows else LARGEST_FILE
+        if not head.startswith(_GZIP) or size * _DENSEST <= most:
+            return
+        row = total = 0
+        with gzip.open(file) as unpacked:
+            while piece := unpacked.read(_PIECE):
+                total += len(piece)
+                end = piece.rfind(b"\n") if has_rows else -1
+                row = row + len(piece) if end < 0 else len(piece) - end - 1
+                if row > most or total > max(LARGEST_FILE, _DENSE * size):
+                    what = f"a row of more than {most / 1e6:,.0f} MB" if has_rows and row > most else "too much"
+                    raise ValueError(
+                        f"its {size / 1e6:,.1f} MB unpack to {what}, {total / 1e6:,.0f} MB so far; cut the text into "
+                        "more rows or files, or unpack it yourself"
+                    )
 
 
 def _load(where: str, column: str, **arguments: object) -> Documents:
