@@ -329,8 +329,9 @@ def _probe(config: Any, module: Any, attention: type[nn.Module], rotary: type[nn
     if not rotates:
         return Facts(replace(geometry, inv_freq=torch.zeros_like(inv_freq)), kind, window=window)
     layout = _layout(attention, (cos, sin), inv_freq, scaling, size)
-    first = cos[0, -1, : len(inv_freq)]
-    step = 1 if torch.allclose(first, inv_freq.cos() * scaling, atol=1e-5) else 2
+    # At position 1; in half precision, where that is the default dtype.
+    first = cos[0, -1, : len(inv_freq)].float()
+    step = 1 if torch.allclose(first, inv_freq.cos() * scaling, atol=1e-2) else 2
     geometry = replace(geometry, inv_freq=inv_freq, rotary_scaling=scaling, layout=layout)
     return Facts(geometry, kind, rotates=True, step=step, window=window)
 

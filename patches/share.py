@@ -101,7 +101,9 @@ class Share:
     pairs: int
     scaling: float
 
-    def __str__(self) -> str:
+    @property
+    def words(self) -> str:
+        """The share in words."""
         return f"{self.turning} of {self.pairs} rotary pairs"
 
     def of(self, cos: Tensor, sin: Tensor, step: int, strength: float) -> tuple[Tensor, Tensor]:
@@ -143,7 +145,7 @@ def described(native: Native, layers: Iterable[tuple[str, Geometry]]) -> str:
     """Return a setting in words, such as "12 of 32 rotary pairs"."""
     if isinstance(native, str):
         return native
-    found = {kind: str(share) for kind, geometry in layers if (share := share_of(native, kind, geometry))}
+    found = {kind: share.words for kind, geometry in layers if (share := share_of(native, kind, geometry))}
     if len({*found.values()}) == 1 and (len(found) == 1 or not isinstance(native, Mapping)):
         return next(iter(found.values()))
     return ", ".join(f"{words} in {kind}" for kind, words in found.items())

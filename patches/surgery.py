@@ -294,7 +294,9 @@ def kept_native(sites: Sites, group: Group) -> str:
     if isinstance(group.native, str):
         return group.native
     layers = [attention for _, _, _, attention in sites.patched() if attention.posenc_group == group.id]
-    return ", ".join(dict.fromkeys(str(layer.posenc_share or "all pairs") for layer in layers))
+    return ", ".join(
+        dict.fromkeys("all pairs" if (share := layer.posenc_share) is None else share.words for layer in layers)
+    )
 
 
 def settle_layers(sites: Sites) -> None:

@@ -65,7 +65,7 @@ PAIRS = {
     "kerple":          "t5",
     "liere":           "gpt2                     | vit",
     "log_temperature": "t5",
-    "path":            "t5",
+    "path":            "t5 llama                 | gpt2",
     "repo":            "llama",
     "rope":            "gpt2                     | vit",
     "rope2d":          "t5                       | vit",

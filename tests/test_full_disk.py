@@ -153,7 +153,7 @@ def test_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         f"convert {DIRECTORIES['llama']} alibi OUT",
         "export CONVERTED OUT",
         f"eval {DIRECTORIES['llama']} --measures perplexity --contexts 64 --out OUT",
-        "plot CONVERTED --what frequencies --out OUT",
+        "plot CONVERTED --what attention --out OUT",
     ],
     ids=lambda command: command.partition(" ")[0],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -53,14 +52,20 @@ Keys = Annotated[
 
 def _selection(native: str, layers: str | None, stacks: str | None) -> dict[str, Any]:
     """Return the keywords of `patch` besides options of the scheme."""
-    share: float | str = native
-    with contextlib.suppress(ValueError):
-        share = float(native)
     return {
-        "native": share,
+        "native": native if native in ("remove", "keep", "fast") else _share(native),
         "layers": layers,
         "stacks": None if stacks is None else list(words("--stacks", stacks, str)),
     }
+
+
+def _share(native: str) -> float:
+    try:
+        return float(native)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{native!r} is none of remove, keep, fast or a share such as 0.375.", param_hint="--native"
+        ) from None
 
 
 @app.command()

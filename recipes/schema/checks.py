@@ -192,8 +192,9 @@ def _of_scheme(recipe: Recipe) -> Iterator[str]:
 
 
 def additive() -> list[str]:
-    """Return the names of the additive schemes."""
-    return [name for name, info in registry.schemes().items() if issubclass(info.cls, AdditiveBias)]
+    """Return the names of the additive schemes, add-ons left out."""
+    known = registry.schemes().items()
+    return [name for name, info in known if issubclass(info.cls, AdditiveBias) and info.family != "add-on"]
 
 
 def _example(name: str, conversion: Conversion) -> Scheme | None:
