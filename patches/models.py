@@ -40,7 +40,7 @@ from hf_posenc.patches.context import (
     sequences,
     stated_samples,
 )
-from hf_posenc.patches.record import Native
+from hf_posenc.patches.record import NativeSetting
 from hf_posenc.patches.surgery import Sites
 from hf_posenc.scheme import Scheme
 
@@ -420,7 +420,7 @@ def starts(model: Any) -> list[str]:
     return found
 
 
-def describe_start(schemes: list[Scheme], native: Native) -> tuple[str, float | None]:
+def describe_start(schemes: list[Scheme], native: NativeSetting) -> tuple[str, float | None]:
     """Return the start and its tolerance, as `Plan` has them."""
     if not isinstance(native, str):
         return "break", None  # A stopped pair is a change that nothing undoes.

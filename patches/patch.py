@@ -34,7 +34,7 @@ from hf_posenc.patches import composites, identity, record, share, surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.attention import check_backend
 from hf_posenc.patches.context import DISABLED, Switch
-from hf_posenc.patches.record import FULL, Group, Native, Part, Strengths
+from hf_posenc.patches.record import FULL, Group, NativeSetting, Part, Strengths
 from hf_posenc.patches.rotary import check_scheme
 from hf_posenc.patches.surgery import Sites, Stack
 from hf_posenc.scheme import Scheme
@@ -45,7 +45,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 # A selection of layers: indices, a slice, "0,2,5", "0:8", "every:N" (the last of each N), or a predicate on the index.
 Layers = Sequence[int] | slice | str | Callable[[int], bool] | None
-# What stays of the model's own encoding, see `patch`.
+# The setting of the model's own encoding as callers give it, see `patch`.
 Kept = Literal["remove", "keep", "fast"] | float | Mapping[str, float]
 # A selection of stacks, by name.
 Stacks = str | Sequence[str] | None
@@ -375,7 +375,7 @@ def _check_stacks(sites: Sites, stacks: dict[str, Stack], chosen: dict[str, tupl
         )
 
 
-def _check_kept(sites: Sites, kept: list[Group], native: Native) -> None:
+def _check_kept(sites: Sites, kept: list[Group], native: NativeSetting) -> None:
     """Raise unless a new group goes together with those that stay."""
     architecture, strengths = sites.architecture, record.strengths_from_config(sites.model.config)
     if any(group.native != native for group in kept) and not architecture.native_per_layer:

@@ -20,7 +20,7 @@ FORMAT_VERSION = 1
 
 # A number is the share of a rotation's pairs that go on turning, from the fastest on; a dict has one for each type of
 # layer.
-Native = Literal["remove", "keep"] | float | dict[str, float]
+NativeSetting = Literal["remove", "keep"] | float | dict[str, float]
 # What a value of each type in a record is, for a message.
 _EXPECTED = {
     dict: "a mapping that is not empty",
@@ -59,7 +59,7 @@ class Group:
 
     id: int
     scheme: str
-    native: Native
+    native: NativeSetting
     stacks: dict[str, Part]
 
     @property

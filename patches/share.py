@@ -16,14 +16,14 @@ from torch import Tensor
 
 from hf_posenc.errors import OptionError, shown
 from hf_posenc.operands import Geometry
-from hf_posenc.patches.record import Native
+from hf_posenc.patches.record import NativeSetting
 
 # `native="fast"` keeps the pairs that turn round at least so often within the trained length: YaRN leaves these as
 # they are, too.
 TURNS = 16
 
 
-def resolve(native: Any, layers: Iterable[tuple[str, Geometry]], *, what: str, shares: bool) -> Native:
+def resolve(native: Any, layers: Iterable[tuple[str, Geometry]], *, what: str, shares: bool) -> NativeSetting:
     """Return a setting as it is recorded.
 
     Args:
@@ -36,7 +36,7 @@ def resolve(native: Any, layers: Iterable[tuple[str, Geometry]], *, what: str, s
         OptionError: It is none of these, or does not suit the model.
     """
     if native in ("remove", "keep"):
-        return cast("Native", native)
+        return cast("NativeSetting", native)
     is_number = isinstance(native, (int, float)) and not isinstance(native, bool) and 0 <= native <= 1
     is_mapping = isinstance(native, Mapping) and all(isinstance(value, (int, float)) for value in native.values())
     if not (native == "fast" or is_number or is_mapping):
@@ -67,7 +67,7 @@ def resolve(native: Any, layers: Iterable[tuple[str, Geometry]], *, what: str, s
     return _plain(found)
 
 
-def _plain(shares: dict[str, float]) -> Native:
+def _plain(shares: dict[str, float]) -> NativeSetting:
     """Return shares by type of layer in their shortest form."""
     if len({*shares.values()}) > 1:
         return shares
@@ -120,7 +120,7 @@ class Share:
         return cos.masked_fill(still, 1 + strength * (self.scaling - 1)), sin.masked_fill(still, 0)
 
 
-def share_of(native: Native, kind: str, geometry: Geometry) -> Share | None:
+def share_of(native: NativeSetting, kind: str, geometry: Geometry) -> Share | None:
     """Return the share of a layer's rotation that stays; `None` if all of it does, or there is none."""
     if isinstance(native, str) or not _turning(geometry):
         return None
@@ -129,7 +129,7 @@ def share_of(native: Native, kind: str, geometry: Geometry) -> Share | None:
     return None if share == 1 else Share(round(share * pairs), pairs, geometry.rotary_scaling)
 
 
-def with_share(geometry: Geometry, native: Native, kind: str) -> Geometry:
+def with_share(geometry: Geometry, native: NativeSetting, kind: str) -> Geometry:
     """Return the geometry of a layer in which the slow pairs stand still."""
     share = share_of(native, kind, geometry)
     if share is None:
@@ -141,7 +141,7 @@ def with_share(geometry: Geometry, native: Native, kind: str) -> Geometry:
     return replace(geometry, inv_freq=own.masked_fill(still, 0), inv_freq_long=later)
 
 
-def described(native: Native, layers: Iterable[tuple[str, Geometry]]) -> str:
+def described(native: NativeSetting, layers: Iterable[tuple[str, Geometry]]) -> str:
     """Return a setting in words, such as "12 of 32 rotary pairs"."""
     if isinstance(native, str):
         return native

@@ -40,7 +40,7 @@ SchemeName = Annotated[
     str, Argument(metavar="SCHEME", help="A scheme; `hf-posenc schemes` lists them.", autocompletion=_scheme_names)
 ]
 Converted = Annotated[Path, Argument(metavar="DIR", help="A converted checkpoint.")]
-NativeSetting = Annotated[
+NativeOption = Annotated[
     str, Option(help="Fate of the model's own encoding: remove, keep, or a share of its rotary pairs (0.375 or fast).")
 ]
 LayerChoice = Annotated[str | None, Option("--layers", help='"0,2,5", "0:8" or "every:4". Default: all layers.')]
@@ -94,7 +94,7 @@ def plan(
     model: Model,
     scheme: SchemeName,
     keys: Keys = None,
-    native: NativeSetting = "remove",
+    native: NativeOption = "remove",
     layers: LayerChoice = None,
     stacks: StackChoice = None,
     option: Options = None,
@@ -188,7 +188,7 @@ def convert(
     scheme: SchemeName,
     out: Out,
     keys: Keys = None,
-    native: NativeSetting = "remove",
+    native: NativeOption = "remove",
     layers: LayerChoice = None,
     stacks: StackChoice = None,
     option: Options = None,
