@@ -318,7 +318,7 @@ def _starts(recipes: Mapping[str, Recipe], config: Any, runs: Path) -> Table:
         conversion, added = recipe.conversion, ["-", "-"]
         if conversion.scheme is not None:
             # At the end of training, a handover is over.
-            ended = replace(conversion, native="keep" if conversion.native == "keep" else "remove")
+            ended = replace(conversion, native="remove") if conversion.native == "handover" else conversion
             planned = plan(config, conversion.scheme, **ended.keywords)
             added = [f"{planned.parameters:,}", f"{planned.cache_bytes_per_token:,}"]
         found = Measurements.load(runs / name / MEASUREMENTS, writes=False)
