@@ -18,22 +18,23 @@ GROUP = "hf_posenc.plugins"
 _WAITING: list[EntryPoint] | None = None
 
 
-def load(modules: Iterable[str]) -> None:
-    """Import modules by their dotted names, installed ones or files of the current folder.
+def load(modules: Iterable[str], *, here: bool = False) -> None:
+    """Import modules by their dotted names: installed ones, and files of the current folder if these are meant, too.
+
+    A recipe means installed ones only, since it may come from somebody else, with files next to it.
 
     Raises:
-        OptionError: There is no such module.
+        OptionError: A module is not there, or fails.
     """
     for name in modules:
-        folder = os.getcwd()
-        if folder not in sys.path:
-            sys.path.append(folder)
+        if here and os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
         try:
             importlib.import_module(name)
-        except ImportError as error:
+        except Exception as error:  # whatever another project raises
             raise OptionError(
-                f"Cannot import the module {shown(name)} ({error}); expected the dotted name of an installed module, "
-                "or of a file of the current folder without .py."
+                f"Cannot import the module {shown(name)} ({type(error).__name__}: {error}); expected the dotted name "
+                "of an installed module, or with --import of a file of the current folder, without .py."
             ) from error
 
 

@@ -126,6 +126,7 @@ class Facts:
         causal: Whether it is a causal language model.
         trained: Tokens per window of its own training; `None` if the config does not say.
         width: Hidden size.
+        layers: Number of layers.
         processes: Number of processes that train it.
         precision: Precision of its forward on this machine.
     """
@@ -136,6 +137,7 @@ class Facts:
     causal: bool
     trained: int | None
     width: int
+    layers: int
     processes: int
     precision: str
 
@@ -153,6 +155,7 @@ class Facts:
             causal=auto_class(config) is AutoModelForCausalLM,
             trained=trained_length(config),
             width=width,
+            layers=config.get_text_config().num_hidden_layers,
             processes=int(os.environ.get("WORLD_SIZE", "1")),
             precision="bfloat16" if pays else "float32",
         )
@@ -481,7 +484,7 @@ def recommended(config: Any) -> list[Recommendation]:
     found = [
         Recommendation(row["recipe"], row.get("quality"), row.get("far"), measured["model"])
         for row in measured["recipes"]
-        if any(f"{row['recipe']} ".startswith(f"{way} ") for way in ways)
+        if any(f"{row['recipe']} ".startswith(f"{way} ") for way in ways) and facts.layers >= row.get("layers", 1)
     ]
     known = {each.words for each in found}
     return [*found, *(Recommendation(words) for words in ways if words not in known)]

@@ -243,4 +243,4 @@ def main(
     ] = None,
 ) -> None:
     """Replace the positional encoding of a Hugging Face model, train it, and measure the effect."""
-    plugins.load(modules or ())
+    plugins.load(modules or (), here=True)

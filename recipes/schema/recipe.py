@@ -302,7 +302,7 @@ class Recipe(Section):
 
     Attributes:
         summary: One sentence for lists and reports.
-        plugins: Modules with schemes or architectures of your own, which are imported first.
+        plugins: Installed modules with schemes or architectures of your own, which are imported first.
         model: Local directory, name on the hub, or "tiny-llama", the built-in model.
         conversion: Replacement of the positional encoding.
         data: Text for training and evaluation.
