@@ -201,23 +201,6 @@ def test_an_adapter_fits_a_model_converted_in_the_same_way_only(saved: Path, wor
     assert list(model.peft_config) == ["default"]
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_changes_no_gradient(reentrant: bool) -> None:
-    model = adapted("llama", "fire", scheme_only=True, shared=True).train()
-
-    def gradients() -> list[torch.Tensor]:
-        model.zero_grad()
-        loss(model, "llama", tokens("llama", 2, 15)).backward()
-        return [p.grad.clone() for p in model.parameters() if p.requires_grad]
-
-    wanted = gradients()
-    base = model.base_model.model
-    # Its name from transformers 5.23 on, and before.
-    getattr(base, "activation_checkpointing_enable", base.gradient_checkpointing_enable)({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    torch.testing.assert_close(gradients(), wanted)
-
-
 def test_several_adapters_on_one_base(tmp_path: Path) -> None:
     ids = tokens("llama", 2, 15)
     model = adapted("llama", "fire", scheme_only=True)
@@ -442,22 +425,6 @@ def test_an_adapter_knows_its_base(saved: Path) -> None:
         PeftModel.from_pretrained(accepted.unload(), saved / name)  # it is its base from now on
 
 
-def test_what_cannot_be_read_of_a_base_is_not_compared() -> None:
-    model = stock("llama")
-    whole = adapter_files.fingerprint(model, [])
-    assert adapter_files.differing(whole, model.to("meta"), []) == []
-    quantised = stock("llama")
-    quantised.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(
-        torch.ones(2, 3, dtype=torch.uint8), requires_grad=False
-    )
-    found = adapter_files.fingerprint(quantised, [])
-    assert found == {**whole, "matrices": []}
-    # Adapters and what they hold are no part of it.
-    around = get_peft_model(stock("llama"), LoraConfig(target_modules=["q_proj"], modules_to_save=["up_proj"]))
-    assert adapter_files.fingerprint(around.get_base_model(), []) == whole
-    assert adapter_files.fingerprint(stock("llama"), ["embed_tokens"])["rest"] != whole["rest"]
-
-
 NAMES = {
     "scheme": ["alibi", "kerple"],
     "native": ["keep"],
@@ -506,25 +473,6 @@ def test_no_edit_of_the_config_loads_with_other_logits(saved: Path, working: Pef
     assert count > 150
 
 
-def edited_base(folder: Path, version: Any) -> None:
-    edit(folder, lambda config: config["base_weights"].update(version=version))
-    adapter_files.bind(folder)
-
-
-def test_a_change_of_a_column_is_noticed(saved: Path, tmp_path: Path) -> None:
-    other = stock("llama")
-    weight = other.model.layers[1].self_attn.q_proj.weight
-    for column in range(0, weight.shape[1], 7):
-        with torch.no_grad():
-            weight.copy_(stock("llama").model.layers[1].self_attn.q_proj.weight)
-            weight[:, column] *= 1.1
-        with pytest.raises(CheckpointError, match=r"matrices differ"):
-            PeftModel.from_pretrained(other, saved)
-    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    edited_base(tmp_path, 3)
-    refused(stock("llama"), tmp_path, "fingerprint of its base of version 3, .* versions up to 2. Upgrade")
-
-
 def test_an_adapter_of_the_first_version_loads(saved: Path, working: PeftModel, tmp_path: Path) -> None:
     ids = tokens("llama", 2, 15)
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
@@ -545,27 +493,6 @@ def test_an_adapter_of_the_first_version_loads(saved: Path, working: PeftModel, 
     with torch.no_grad():
         other.model.norm.weight.mul_(1.01)
     refused(other, tmp_path, "rest differ")
-
-
-def test_the_config_alone_can_be_kept(tmp_path: Path) -> None:
-    PosencLoraConfig(r=3, target_modules=["q_proj"]).save_pretrained(tmp_path)
-    found = PosencLoraConfig.from_pretrained(tmp_path)
-    assert (found.r, found.target_modules, found.posenc) == (3, {"q_proj"}, None)
-    for scheme in ("fire", "kerple"):
-        model = get_peft_model(hf_posenc.patch(stock("llama"), scheme), found)
-        assert model.peft_config["default"].posenc["groups"][0]["scheme"] == scheme
-    with pytest.raises(CheckpointError, match=r"adapter_model.bin is pickled"):
-        adapted("llama", "fire").save_pretrained(tmp_path / "pickled", safe_serialization=False)
-
-
-def test_scheme_weights_are_one_for_a_whole_batch() -> None:
-    model = adapted("llama", "fire")
-    model.add_adapter("second", PosencLoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(OptionError, match=r"adapter_names: .* one batch for each adapter"):
-        model.eval()(input_ids=tokens("llama", 2, 9), adapter_names=["default", "second"])
-    # PEFT combines LoRA only.
-    with pytest.raises(OptionError, match=r"add_weighted_adapter: .* average the models"):
-        model.add_weighted_adapter(["default"], [1.0], "mean", combination_type="linear")
 
 
 def test_an_adapter_is_made_and_loaded_by_peft_alone(saved: Path) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from edits import edits
-from huggingface_hub.errors import StrictDataclassClassValidationError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import KINDS, auto, converted, same, stock
@@ -276,25 +275,12 @@ def test_a_missing_weight_of_the_model_is_no_random_one(name: str, tmp_path: Pat
                 loader.from_pretrained(tmp_path, pad_token_id=0)
 
 
-def test_a_part_that_the_saved_head_lacked_is_made_anew(tmp_path: Path) -> None:
-    converted("vit", "alibi").save_pretrained(tmp_path)
-    _, info = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
-    assert set(info["missing_keys"]) == {"pooler.dense.weight", "pooler.dense.bias"}
-
-
 def test_more_layers_in_the_file_than_in_the_config_are_refused(tmp_path: Path, nothing_is_read: None) -> None:
     saved(tmp_path, "alibi", layers=[0])
     edit_config(tmp_path, lambda data: data.update(num_hidden_layers=2))
     for loader in (AutoModelForCausalLM, AutoModel):
         with pytest.raises(CheckpointError, match=r"has unknown weights of the model: model\.layers\.2"):
             loader.from_pretrained(tmp_path)
-
-
-def test_whole_numbers_are_no_weights(tmp_path: Path, nothing_is_read: None) -> None:
-    saved(tmp_path, "kerple")
-    edit_weights(tmp_path, lambda tensors: tensors.update({n: x.long() for n, x in tensors.items() if "posenc" in n}))
-    with pytest.raises(CheckpointError, match="has misshapen weights of the positional scheme"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_weights_of_another_shape_are_refused_unless_accepted(tmp_path: Path) -> None:
@@ -355,22 +341,6 @@ def test_keys_that_shadow_the_class_are_refused(name: str, tmp_path: Path) -> No
         (tmp_path / "config.json").write_text(json.dumps({**data, key: 5}), encoding="utf-8")
         with pytest.raises(CheckpointError, match=re.escape(f"config.json has the key {key!r}")):
             AutoConfig.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("value", [5, None, [1], "x", True])
-@pytest.mark.parametrize("name", KINDS)
-def test_a_locked_field_that_makes_no_sense_has_one_clear_error(name: str, value: Any, tmp_path: Path) -> None:
-    converted(name, "alibi").save_pretrained(tmp_path)
-    edit_config(tmp_path, lambda data: data["posenc"].update(locked=value))
-    with pytest.raises((CheckpointError, KeyError), match=r"config\.json|record|'x'") as caught:
-        auto(name).from_pretrained(tmp_path)
-    assert "\n" not in str(caught.value)
-    edit_config(tmp_path, lambda data: None)
-    data = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    data["posenc"].pop("digest")
-    (tmp_path / "config.json").write_text(json.dumps(data), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="was changed after it was written"):
-        AutoConfig.from_pretrained(tmp_path)
 
 
 # -- files that are spoilt ---------------------------------------------------------------------------------------------
@@ -435,38 +405,27 @@ EXTRA = WEIGHT.replace("mlp", "extra")
 # fmt: off
 SPOILT: list[tuple[Callable[[Path], object], str]] = [
     (cut(-1000), "model.safetensors ... truncated ... download or save it again"),
-    (cut(5), "model.safetensors ... truncated ... download or save it again"),
     (cut_shard, "model-000 ... truncated ... download or save it again"),
     (spoil_index('{"weight_map": {"lm'), "index.json cannot be read ... download or save it again"),
-    (spoil_index('{"metadata": {}, "weight_map": {"lm_head.weight": 5}}'), "index.json ... save it again"),
     (spoil_index('{"metadata": {}, "weight_map": {}}'), "index.json cannot be read ... no file of any tensor"),
-    (spoil_index("[]"), "index.json cannot be read ... save it again"),
     (pickle_weights, "pytorch_model.bin is no safetensors file"),
     (take_stock_weights, "misses weights ... and 18 more ... unconverted model"),
     (in_weights(lambda tensors: tensors.pop(WEIGHT)), f"misses weights ... {WEIGHT} ... save it again"),
     (in_weights(lambda tensors: tensors.update({EXTRA: torch.zeros(3)})), f"unknown weights ... {EXTRA}"),
     (in_weights(lambda tensors: tensors.update({WEIGHT: torch.zeros(7, 1)})), f"misshapen weights ... {WEIGHT}"),
+    (in_weights(lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].long()})), f"misshapen weights ... {WEIGHT}"),
     (record(format_version=99), "posenc format 99 ... formats up to 1 ... pip install -U hf-posenc"),
-    (record(format_version="1"), "damaged ... convert"),
     (record(groups=[]), "damaged (groups: "),
     (record(strengths={"scheme": 0}), "strengths with native='remove'"),
-    (record(more=1), "damaged (more: "),
     (in_config(lambda data: data.update(posenc=[1])), "damaged ... Restore"),
     (in_config(lambda data: data.pop("posenc")), "'posenc' ... Restore config.json"),
     (in_config(lambda data: data["rope_parameters"].update(rope_theta=5e5)),
         "rope_parameters={ ... 500000.0 ... pass rope_parameters=... to from_pretrained"),
     (group(scheme="fire_two"), "build the scheme 'fire_two' ... Did you mean 'fire ... Upgrade hf-posenc"),
-    (group(native="half"), "damaged ... 'half'"),
-    (group(id=1.7), "damaged (groups.0.id: "),
-    (group(stacks={}), "damaged (groups.0.stacks: "),
     (group(stacks={"middle": {"layers": [0], "options": {}}}), "layer 0 of the middle"),
     (part(options={"thresold": 3.0}), "no option 'thresold' ... config.json"),
     (part(options={"width": 0}), "width=0 ... config.json"),
-    (part(more=1), "damaged (groups.0.stacks.decoder.more: "),
-    (part(layers=[False, True, 2]), "damaged (groups.0.stacks.decoder.layers.0: "),
-    (part(layers=[2, 1, 0]), "layers [2, 1, 0]"),
     (part(layers=[0, 1, 7]), "layer 7 of the decoder ... layers: {'decoder': 3} ... Restore"),
-    (part(layers=[0, 1, -1]), "damaged ... -1 ... Restore"),
 ]
 # fmt: on
 
@@ -480,23 +439,6 @@ def test_spoilt_files_have_one_clear_error(
     with pytest.raises(CheckpointError, match=".*".join(map(re.escape, facts.split(" ... ")))) as caught:
         AutoModelForCausalLM.from_pretrained(tmp_path)
     assert "\n" not in str(caught.value)
-
-
-def test_a_config_is_validated_as_in_the_stock_class(tmp_path: Path) -> None:
-    saved(tmp_path)
-    edit_config(tmp_path, lambda data: data.update(num_attention_heads=5))
-    with pytest.raises(StrictDataclassClassValidationError, match="not a multiple of the number of attention heads"):
-        AutoConfig.from_pretrained(tmp_path)
-
-
-def test_weights_of_another_scheme_are_not_dropped() -> None:
-    """Trainer loads checkpoints with `strict=False`."""
-    model, other = (converted("llama", scheme, moved=True) for scheme in ("fire", "kerple"))
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(CheckpointError, match=r"state dict has unknown weights of the positional scheme.*Patch"):
-        model.load_state_dict(other.state_dict(), strict=False)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert not model.load_state_dict(stock("llama").state_dict(), strict=False).unexpected_keys
 
 
 def test_stock_weights_are_no_converted_model(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
 import transformers
@@ -114,13 +113,6 @@ def test_the_encoder_alone_of_a_converted_t5(tmp_path: Path) -> None:
         hf_posenc.verify(AutoModelForTextEncoding.from_pretrained(tmp_path / "decoder"))
 
 
-def test_the_encoder_alone_of_a_converted_umt5(tmp_path: Path) -> None:
-    # Its stock class does not say that it leaves a decoder out.
-    model, ids = hf_posenc.patch(models.tiny("umt5"), "fire"), torch.arange(20, 30)[None]
-    model.save_pretrained(tmp_path)
-    assert torch.equal(AutoModelForTextEncoding.from_pretrained(tmp_path)(ids)[0], model.encoder(ids)[0])
-
-
 FRESH_HEADS: list[tuple[str, Any, set[str]]] = [
     ("llama", AutoModelForSequenceClassification, {"score.weight"}),
     ("gpt2", AutoModelForQuestionAnswering, {"qa_outputs.weight", "qa_outputs.bias"}),
@@ -205,15 +197,6 @@ def test_groups_of_layers_come_back(tmp_path: Path) -> None:
     assert not [key for key in load_file(tmp_path / "one" / "model.safetensors") if "hf_posenc_shared" in key]
 
 
-def test_groups_of_stacks_come_back(tmp_path: Path) -> None:
-    model = hf_posenc.patch(stock("t5"), "kerple", stacks="encoder", native="keep")
-    hf_posenc.patch(model, "fire", stacks="decoder", layers="every:2", native="keep")
-    loaded = saved(model, tmp_path)
-    assert same(loaded, model)
-    hf_posenc.verify(loaded)
-    assert native_table(loaded).requires_grad
-
-
 def native_table(model: Any) -> Any:
     if model.config.model_type.endswith("t5"):
         return model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
@@ -285,20 +268,6 @@ def test_what_is_in_a_config(name: str, tmp_path: Path) -> None:
     assert alone.to_json_string() == model.config.to_json_string()
     assert (alone.posenc, alone.auto_map) == (model.config.posenc, config["auto_map"])
     assert getattr(alone, LOCKS[name]) == getattr(model.config, LOCKS[name])
-
-
-def test_a_second_save_replaces_what_the_first_left(tmp_path: Path) -> None:
-    converted("llama", "fire").save_pretrained(tmp_path)
-    other = converted("gpt2", "kerple")
-    assert same(saved(other, tmp_path), other)
-    card, stub = ((tmp_path / name).read_text(encoding="utf-8") for name in ("README.md", "modeling_hf_posenc.py"))
-    assert (card.count("## Positional encoding"), "`kerple`" in card, "`fire`" in card) == (1, True, False)
-    assert ("PosencGPT2LMHeadModel" in stub, "Llama" in stub) == (True, False)
-    (tmp_path / "README.md").unlink()
-    other.save_pretrained(tmp_path, is_main_process=False)
-    assert not (tmp_path / "README.md").exists()
-    with pytest.raises(hf_posenc.PosencError, match=r"config\.json is a file, and a model is saved to a directory"):
-        other.save_pretrained(tmp_path / "config.json")
 
 
 # -- card --------------------------------------------------------------------------------------------------------------

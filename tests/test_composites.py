@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, EncoderDecoderModel, PreTrainedModel
 
 import hf_posenc
-from hf_posenc import ArchitectureError, CheckpointError, NotPatchedError
+from hf_posenc import CheckpointError
 from hf_posenc.patches import record
 from hf_posenc.patches.surgery import is_of_scheme
 
@@ -103,30 +103,6 @@ def test_a_composite_computes_and_loads_as_it_was_saved(name: str, turn: int, tm
     again, info = type(stock).from_pretrained(tmp_path / "stock", output_loading_info=True)
     assert torch.equal(before, logits(again, name))
     assert not any(info.values()), info
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_it_does_not_matter_which_model_is_patched(name: str, tmp_path: Path) -> None:
-    scheme, stacks = scheme_for(name)
-    model = composites.make(name)
-    texts = model.config.get_text_config(decoder=True)
-    part = next(x for x in model.modules() if isinstance(x, PreTrainedModel) and x.config is texts)
-    whole = make(name)
-    torch.manual_seed(0)
-    hf_posenc.patch(part, scheme, **stacks)
-    move(model)
-    assert type(model) is type(whole)
-    assert torch.equal(logits(model, name), logits(whole, name))
-    assert [record.from_config(x) for x in record.converted(model.config)] == [
-        record.from_config(x) for x in record.converted(whole.config)
-    ]
-    model.save_pretrained(tmp_path / "part")
-    whole.save_pretrained(tmp_path / "whole")
-    for file in sorted(path.name for path in (tmp_path / "whole").iterdir()):
-        assert (tmp_path / "part" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes(), file
-    hf_posenc.unpatch(part)
-    assert type(model) is type(composites.make(name))
-    assert torch.equal(logits(model, name), logits(composites.make(name), name))
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "vision_encoder_decoder"])
@@ -262,19 +238,6 @@ def test_a_stock_class_refuses_a_converted_composite(name: str, saved: Callable[
         kind.from_pretrained(saved(name))
     with pytest.raises(CheckpointError, match=rf"for {kind.__name__}\.from_pretrained, which would not check it"):
         kind.from_pretrained(saved(name), config=AutoConfig.from_pretrained(saved(name)))
-
-
-def test_a_family_that_cannot_be_read_is_refused_with_its_composite() -> None:
-    sizes = {**composites.KINDS["llava"][1]["text_config"], "rope_parameters": None}
-    config = transformers.Qwen2VLConfig(
-        text_config={**sizes, "model_type": "qwen2_vl_text"},
-        vision_config={"depth": 1, "embed_dim": 32, "num_heads": 2},
-    )
-    model = transformers.Qwen2VLForConditionalGeneration(config)
-    with pytest.raises(ArchitectureError, match=r"Cannot patch a .*Qwen2VLTextModel"):
-        hf_posenc.patch(model, "fire")
-    with pytest.raises(NotPatchedError, match="is not patched"):
-        hf_posenc.verify(model)
 
 
 def test_an_adapter_over_a_converted_composite(saved: Callable[[str], Path], tmp_path: Path) -> None:

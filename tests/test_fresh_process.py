@@ -124,6 +124,7 @@ for name in heads:
 """
 
 
+@pytest.mark.grid
 def test_without_the_package_nothing_loads_but_unpatched_models(folder: Path) -> None:
     outcomes = run(WITHOUT, folder)
     assert len(outcomes) == 3 * (3 * 2 + 3 * 3 + 2)
@@ -171,13 +172,3 @@ def test_trust_with_the_package_loads_through_the_stub_and_saves_again(folder: P
     # The remote code that ran is the stub, nothing else.
     modules = {path.name for path in (folder / "modules").rglob("*.py")}
     assert modules == {"modeling_hf_posenc.py", "__init__.py"}
-
-
-@pytest.mark.grid
-def test_the_package_may_be_imported_after_the_auto_classes_and_some_models(folder: Path) -> None:
-    run(
-        "from transformers import AutoModelForSeq2SeqLM, LlamaForCausalLM\nimport hf_posenc\n"
-        "for name in ('llama', 'gpt2', 't5'):\n    compute(name, auto(name).from_pretrained(folder / name))",
-        folder,
-    )
-    check_bit_equal(folder)

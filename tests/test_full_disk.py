@@ -98,28 +98,6 @@ def test_what_a_full_disk_raises(write: Callable[[Path], object], reason: str | 
         assert (type(raised.value), raised.value.args) == (type(plain.value), plain.value.args)
 
 
-@pytest.mark.parametrize("shards", ["5GB", "500KB"])
-def test_a_saved_model_stays(shards: str, tmp_path: Path) -> None:
-    model = hf_posenc.patch(checkpoint("llama"), "fire")
-    model.save_pretrained(tmp_path / "old", max_shard_size=shards)
-    before = content(tmp_path)
-    with torch.no_grad():
-        model.get_input_embeddings().weight.add_(1)
-    for name in ("old", "new"):
-        with (
-            files_of_at_most(3 * 10**5),
-            pytest.raises(StorageError, match=f"/{name} cannot be .* MB free"),
-        ):
-            model.save_pretrained(tmp_path / name, max_shard_size="1GB")
-    assert content(tmp_path) == before
-    assert {path.name for path in tmp_path.iterdir()} == {"old"}
-    # With room for it the new one takes the place of the old one, shards and all.
-    model.save_pretrained(tmp_path / "old", max_shard_size="1GB")
-    assert not any("-of-" in name for name in content(tmp_path / "old"))
-    loaded = type(model).from_pretrained(tmp_path / "old")
-    assert torch.equal(loaded.get_input_embeddings().weight, model.get_input_embeddings().weight)
-
-
 @pytest.mark.grid
 def test_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(text=text_file(40_000)), encoding="utf-8")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -194,24 +192,6 @@ def test_plain_lora_on_a_scheme_with_weights_needs_these_weights(tmp_path: Path)
         PeftModel.from_pretrained(moved(plain("fire"), only=""), tmp_path)
 
 
-def test_a_second_plain_adapter_is_bound_too(tmp_path: Path) -> None:
-    model = get_peft_model(plain(), LoraConfig(**TWO))
-    model.add_adapter("second", LoraConfig(r=4, init_lora_weights=False, **TWO))
-    model.set_adapter("second")
-    wanted = logits(model.eval(), "llama", tokens("llama", 2, 12))
-    model.save_pretrained(tmp_path)
-    loaded = PeftModel.from_pretrained(plain(), tmp_path / "second").eval()
-    assert torch.equal(logits(loaded, "llama", tokens("llama", 2, 12)), wanted)
-    with pytest.raises(OptionError, match="trained with the schemes 'alibi'"):
-        PeftModel.from_pretrained(plain("nope"), tmp_path / "second")
-    # Onto a stock model that has adapters of its own.
-    other = get_peft_model(stock("llama"), LoraConfig(**TWO))
-    names = [name for name, _ in other.named_modules()]
-    with pytest.raises(NotPatchedError, match="and the model has none"):
-        other.load_adapter(tmp_path / "second", "second")
-    assert (list(other.peft_config), [name for name, _ in other.named_modules()]) == (["default"], names)
-
-
 # -- other kinds, which are PEFT's own ---------------------------------------------------------------------------------
 
 # What the defaults of a kind do not have, or do not fit: sizes for the tiny model.
@@ -313,27 +293,6 @@ def test_scheme_weights_that_a_plain_adapter_trains_are_kept(shared: bool, tmp_p
     torch.testing.assert_close(logits(loaded.merge_and_unload(), "llama", ids), trained, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_targets_are_those_of_the_stock_model(architecture: str) -> None:
-    for kind in (LoraConfig, peft.IA3Config, peft.VeraConfig):
-        found, wanted = (
-            get_peft_model(model, kind()).targeted_module_names
-            for model in (hf_posenc.patch(stock(architecture), "kerple"), stock(architecture))
-        )
-        assert found == wanted
-
-
-def test_adapters_without_scheme_weights_share_a_batch() -> None:
-    ids = tokens("llama", 2, 12)
-    model = get_peft_model(plain("fire"), LoraConfig(init_lora_weights=False, **TWO)).eval()
-    model.add_adapter("second", LoraConfig(init_lora_weights=False, **TWO))
-    with torch.no_grad():
-        both = model(input_ids=ids, adapter_names=["default", "second"]).logits
-    for row, name in enumerate(model.peft_config):
-        model.set_adapter(name)
-        torch.testing.assert_close(logits(model, "llama", ids)[row], both[row])
-
-
 def test_only_an_adapter_of_the_same_scheme_is_swapped_in(tmp_path: Path) -> None:
     for scheme in ("alibi", "nope"):
         get_peft_model(plain(scheme), LoraConfig(init_lora_weights=False, **TWO)).save_pretrained(tmp_path / scheme)
@@ -350,13 +309,6 @@ def test_only_an_adapter_of_the_same_scheme_is_swapped_in(tmp_path: Path) -> Non
         with pytest.raises((KeyError, ValueError)):
             hotswap_adapter(model, str(tmp_path / base), "default")
         assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-
-
-def test_patched_models_with_adapters_are_copied_and_pickled() -> None:
-    model = get_peft_model(plain(), LoraConfig(**TWO))
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert type(other.base_model) is type(model.base_model)
-        assert other.peft_config["default"].posenc == model.peft_config["default"].posenc
 
 
 # -- the adapters of recipes -------------------------------------------------------------------------------------------
