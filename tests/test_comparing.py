@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import math
 import os
@@ -11,14 +10,12 @@ import re
 import signal
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from models import DIRECTORIES
-from rich.console import Console
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 import hf_posenc
@@ -32,7 +29,6 @@ from hf_posenc.recipes.evaluation.report import Report, Section
 from hf_posenc.recipes.evaluation.verdict import CONTROL, ORIGINAL
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.loading import load_tiny_llama
-from hf_posenc.recipes.reports import Table, render
 from hf_posenc.recipes.schema.recipe import Recipe
 from hf_posenc.recipes.storage import load
 
@@ -79,14 +75,6 @@ def test_all_have_one_budget_and_one_training(tmp_path: Path) -> None:
         with pytest.raises(RecipeError, match=said):
             entered(*given, schemes=(str(mine), "rope"), model="tiny-llama")
     assert {each.training.batch_size for each in entered(*changes, schemes=(str(mine), "rope")).values()} == {16}
-
-
-def test_a_transfer_reads_no_more_than_the_budget() -> None:
-    config = LlamaConfig(hidden_size=512, num_attention_heads=8, num_hidden_layers=1, max_position_embeddings=256)
-    found = entered("training.batch_size=2", config=config)
-    # The other one starts with what the model computes.
-    assert [found[name].transfer.steps for name in ("fire", "rope")] == [7 * 2, 0]
-    assert not entered("transfer.steps=0", schemes=("fire",), config=config)["fire"].transfer.steps
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5"])
@@ -284,38 +272,3 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(
         cli.app, ["compare", "tiny-llama", "--schemes", "alibi", "--budget", "3", "--out", str(out)]
     )
     assert "another comparison: budget is 2 there and 3 here" in more.output
-
-
-def test_a_table_is_the_same_in_markdown_html_and_on_a_terminal() -> None:
-    table = Table(("", "a|b"), (("<fire>", "1.02 [1, 2]"),), "x < y:")
-    parts = SimpleNamespace(title="<title>", note="a <\n b", tables=lambda: [table])
-    head = "|        |        a\\|b |\n| ------ | ----------: |"
-    assert render("section", section=parts) == (f"## <title>\n\na < b\n\nx < y:\n\n{head}\n| <fire> | 1.02 [1, 2] |\n")
-    shown = render("section", "html", section=parts)
-    for text in ("<h2>&lt;title&gt;</h2>", "<p>a &lt; b</p>", '<td>&lt;fire&gt;</td><td>1.02 <span class="interval">'):
-        assert text in shown
-    console = Console(file=io.StringIO(), width=60)
-    console.print(table.rich())
-    lines = [
-        line.split()
-        for line in console.file.getvalue().splitlines()
-        if line.strip("\N{BOX DRAWINGS LIGHT HORIZONTAL} ")
-    ]
-    assert lines == [["x", "<", "y:"], ["a|b"], ["<fire>", "1.02", "[1,", "2]"]]
-
-
-def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
-    refused = CliRunner().invoke(cli.app, ["compare", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")])
-    assert refused.exit_code == 1
-    assert "no directory" in refused.output
-    assert not (tmp_path / "out").exists()
-    (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / "comparison.json").write_text('{"model": "ti', encoding="utf-8")
-    for folder, words in (
-        (tmp_path / "damaged", "cannot be read (ValueError: Invalid JSON"),
-        ("/proc/out", "cannot be written"),
-    ):
-        refused = CliRunner().invoke(cli.app, ["compare", "tiny-llama", "--out", str(folder)])
-        assert refused.exit_code == 1
-        assert words in refused.stderr
-        assert refused.stderr.count("\n") == 1

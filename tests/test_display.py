@@ -8,11 +8,9 @@ import importlib
 import io
 import re
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 from models import arguments, stock, windows
 from rich.console import Console
 from transformers import Trainer, TrainerControl, TrainerState
@@ -20,7 +18,7 @@ from transformers import Trainer, TrainerControl, TrainerState
 import hf_posenc
 from hf_posenc.recipes.runs.facts import Facts, print_header
 from hf_posenc.recipes.runs.progress import Progress
-from hf_posenc.recipes.schema.recipe import Conversion, Data, Distillation, Recipe, Training
+from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Recipe, Training
 
 RECIPE = Recipe(
     model="tiny-llama",
@@ -82,61 +80,6 @@ def test_header() -> None:
     assert "(1 step x 1 window x 128 tokens)" in shown(facts_with(training={"steps": 1, "batch_size": 1}))
 
 
-def recipe(conversion: dict[str, Any] | None = None, **sections: Any) -> Recipe:
-    return Recipe(model="tiny-llama", conversion=Conversion(**{"scheme": "fire", **(conversion or {})}), **sections)
-
-
-@cache
-def converted(native: str) -> tuple[Any, Any]:
-    """Return a plan and its patched model."""
-    return hf_posenc.plan(stock("llama"), "fire", native=native), hf_posenc.patch(stock("llama"), "fire", native=native)
-
-
-def facts_of(given: Recipe, model: Any = None) -> Facts:
-    planned, patched = converted("remove" if given.conversion.native == "remove" else "keep")
-    if given.conversion.scheme is None:
-        planned, patched = None, stock("llama")
-    return Facts.of(model or patched, given, planned, trained_length=128, data_tokens=None)
-
-
-def test_facts_of_a_conversion() -> None:
-    own = stock("llama").num_parameters()
-    found = facts_of(recipe(training=Training(steps=3, batch_size=5, length=7), data=Data(source="text.txt")))
-    added = found.new_parameters
-    assert added > 0
-    assert (found.parameters, found.trained_parameters) == (own + added, own + added)
-    assert found.tokens == 105
-    assert (found.encoding, found.layers, found.fate, found.start) == ("fire", {"decoder": 2}, "removed", "break")
-    assert found.options["decoder"]["width"] == 32
-    assert found.cautions
-    # The strengths of a handover make any scheme start exact.
-    planned, patched = converted("remove")
-    assert not Facts.of(patched, recipe({"native": "handover"}), planned, trained_length=128, data_tokens=None).cautions
-    assert found.teacher is None
-    assert (found.architecture, found.native, found.processes) == ("llama", "rotary encoding (RoPE)", 1)
-    assert found.versions["hf-posenc"] == hf_posenc.__version__
-    assert facts_of(recipe(training=Training(steps=3))).length == 128
-
-
-@pytest.mark.parametrize(
-    ("conversion", "fate", "start"),
-    [
-        ({"native": "keep"}, "kept", "exact with native kept"),
-        (
-            {"native": "handover", "handover": 0.25},
-            "faded out during the first 25% of the steps, then removed",
-            "exact: the native encoding at full strength, the scheme at none",
-        ),
-        ({"fit": "native"}, "removed", "break, after a fit to the native encoding"),
-        ({"fit": "transfer"}, "removed", "break, after a fit to the original attention outputs"),
-        ({"scheme": None}, "kept", "exact: the model is not converted"),
-    ],
-)
-def test_fate_and_start(conversion: dict[str, Any], fate: str, start: str) -> None:
-    found = facts_of(recipe(conversion))
-    assert (found.fate, found.start) == (fate, start)
-
-
 # -- the bar -----------------------------------------------------------------------------------------------------------
 
 
@@ -170,19 +113,6 @@ def test_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     assert lines[-1].endswith(" elapsed")
 
 
-def test_few_lines_and_none_without_a_console(capsys: pytest.CaptureFixture[str]) -> None:
-    out = io.StringIO()
-    played(Progress(Console(file=out), TOKENS, interval=3600))
-    estimate, last = out.getvalue().splitlines()
-    assert re.fullmatch("step 3/6, .* left", estimate)  # which does not wait an hour
-    assert last.startswith("step 6/6")
-    silent = Progress(None, TOKENS, interval=0)
-    played(silent)
-    assert capsys.readouterr().out == ""
-    assert silent.pace.steps == 5  # the first is not timed
-    assert silent.pace.tokens == pytest.approx(TOKENS / silent.pace.seconds)
-
-
 def test_a_bar_in_a_terminal_that_is_in_order_afterwards() -> None:
     for fails in (False, True):
         out = io.StringIO()
@@ -195,17 +125,6 @@ def test_a_bar_in_a_terminal_that_is_in_order_afterwards() -> None:
         assert out.getvalue().rstrip("\n").endswith("\x1b[?25h")  # the cursor is back
         plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
         assert fails or re.search(r"step 6/6 ━+ loss 1\.000, perplexity", plain)
-
-
-def test_a_resumed_run_goes_on_where_it_stopped() -> None:
-    out = io.StringIO()
-    progress = Progress(Console(file=out, width=200), TOKENS, interval=0)
-    played(progress, begin=3)
-    lines = out.getvalue().splitlines()
-    assert [line.split(",")[0] for line in lines] == [f"step {step}/6" for step in (4, 5, 6)]
-    # What is left is reckoned from the steps of this process: the first of them was not timed.
-    assert [" left" in line for line in lines] == [False, True, False]
-    assert progress.pace.steps == 2
 
 
 # -- results in a notebook ---------------------------------------------------------------------------------------------
@@ -230,13 +149,3 @@ def test_results_read_in_a_notebook_as_print_says_them() -> None:
         assert repr(shown) == str(shown)
         assert "\n" in repr(shown) or repr(shown).startswith("active: ")
     assert repr(hf_posenc.describe("fire")) == str(hf_posenc.describe("fire"))
-
-
-def test_the_list_of_schemes_reads_as_a_list_and_stays_a_dict() -> None:
-    known = hf_posenc.schemes()
-    lines = repr(known).splitlines()
-    assert [line.split()[0] for line in lines] == list(known) == sorted(known)
-    assert f"{known}" == repr(known)
-    assert all(info.family in line and info.headline in line for info, line in zip(known.values(), lines, strict=True))
-    assert known == dict(known)
-    assert known["fire"].name == "fire"

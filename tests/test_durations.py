@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from hf_posenc import cli
-from hf_posenc.recipes import durations
 from hf_posenc.recipes.goals import read_recipe
-from hf_posenc.recipes.runs import forecast, run
+from hf_posenc.recipes.runs import run
 from hf_posenc.recipes.runs.forecast import seconds_for
 from hf_posenc.recipes.runs.stages.base import Case
 
@@ -28,45 +26,12 @@ SMALL = (
 )
 
 
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [
-        (0.2, "about 1 second"),
-        (170, "about 2.8 minutes"),
-        (1e6, "about 12 days"),
-    ],
-)
-def test_words(seconds: float, said: str) -> None:
-    assert durations.words(seconds) == said
-
-
-def test_a_unit_is_timed_again_and_draws_nothing() -> None:
-    calls: list[float] = []
-
-    def unit() -> None:
-        torch.rand(3)
-        calls.append(time.sleep(0.0 if calls else 0.05) or 0.0)
-
-    before = torch.get_rng_state()
-    assert durations.timed(unit, until=10) < 0.05  # the first time is slow
-    assert len(calls) == 3
-    assert torch.equal(torch.get_rng_state(), before)
-
-
+@pytest.mark.grid
 @pytest.mark.parametrize(
     "changes",
     [
         ("swap", "scheme=kerple", "transfer.steps=2", "native=remove", "fit=null"),
-        *(
-            pytest.param(changes, marks=pytest.mark.grid)
-            for changes in (
-                ("swap", "scheme=kerple"),
-                ("swap", "scheme=fire", "adapter=lora"),
-                ("swap", "scheme=cape", "lengthen={steps: 1, length: 64}", "evaluation.every=1"),
-                ("control", "training.gradient_checkpointing=true"),
-                ("control", f"model={DIRECTORIES['t5']}", "data=builtin", "windows=2"),
-            )
-        ),
+        ("control", f"model={DIRECTORIES['t5']}", "data=builtin", "windows=2"),
     ],
     ids=" ".join,
 )
@@ -130,12 +95,3 @@ def test_eval_says_its_lengths_and_its_time_and_compare_and_layers_too(tmp_path:
     shown = CliRunner().invoke(cli.app, ["train", "swap", "scheme=fire", *SMALL, "--dry-run"]).stdout
     assert "time             about" in shown
     assert "(training " in shown
-
-
-def test_the_estimate_of_a_model_that_does_not_fit_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = read_recipe("control", SMALL)
-    texts = Case.of(recipe, reads_all=False).texts
-    monkeypatch.setattr(forecast, "available", lambda device: 1000)
-    monkeypatch.setattr(forecast, "seconds_of", lambda *given, **known: pytest.fail("It would not fit."))
-    assert seconds_for(recipe, texts) == {}
-    assert durations.listed({}) == "unknown until the first steps are done"

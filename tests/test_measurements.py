@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import arguments, stock, tokens, windows
+from models import stock, tokens
 from rich.console import Console
 from torch import Tensor
-from transformers import Trainer, TrainerState
+from transformers import TrainerState
 
 import hf_posenc
 from hf_posenc import CheckpointError, PositionError, RecipeError
@@ -20,7 +20,6 @@ from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid
 from hf_posenc.recipes.evaluation.perplexity import context_curve, contexts_for
 from hf_posenc.recipes.evaluation.verdict import ORIGINAL
 from hf_posenc.recipes.runs.measurements import Measurements, Measuring
-from hf_posenc.recipes.training.callbacks import Handover
 
 
 def grid(value: float = 0.0, contexts: tuple[int, ...] = (16, 32)) -> Grid:
@@ -176,39 +175,3 @@ def test_when_it_measures_and_nothing_twice(tmp_path: Path) -> None:
     assert rows == ["tokens read", "original", *(f"step {step}" for step in range(7))]
     assert [step for step, _ in Measurements.load(path).course()] == list(range(7))
     assert measured(path, every=1, begin=2)[0] == 0
-
-
-def test_the_rows() -> None:
-    out = io.StringIO()
-    measuring = Measuring(
-        Measurements(), lambda model: {"perplexity": wanted.pop(0)}, console=Console(file=out, width=30)
-    )
-    wanted = [
-        Grid(PERPLEXITY, {"tokens read": (64, 2048)}, torch.tensor(rows, dtype=torch.float64).log())
-        for rows in ([[2.25], [math.nan]], [[3.5], [1234.4]])
-    ]
-    measuring.take(ORIGINAL, None)
-    measuring.take(20, None)
-    assert out.getvalue().splitlines() == [
-        "measuring on held-out text ...",
-        "tokens read            64    2,048",
-        "original             2.25        -",
-        "step 20               3.5     1234",
-    ]
-
-
-def test_a_handover_starts_at_the_native_model_and_ends_without_it(tmp_path: Path) -> None:
-    def measure(model: Any) -> dict[str, Grid]:
-        return {"perplexity": context_curve(model, text(400), (64, 128), windows=2)}
-
-    model = stock("llama")
-    measurements = Measurements()
-    measuring = Measuring(measurements, measure)
-    measuring.take(ORIGINAL, model)
-    hf_posenc.patch(model, "fire", native="keep")
-    given, callbacks = arguments(tmp_path, max_steps=2), [Handover(0.5), measuring]
-    Trainer(model, given, train_dataset=windows("llama", 4), callbacks=callbacks).train()
-    native, before, after = map(measurements.curve, ("original", "before", "after"))
-    assert torch.allclose(native.samples, before.samples, atol=1e-4)
-    assert torch.equal(after.samples, measure(model)["perplexity"].samples)
-    assert not torch.allclose(native.samples, after.samples, atol=1e-2)

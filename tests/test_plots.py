@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import io
-import math
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +19,8 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc.cli import app
-from hf_posenc.cli import evaluate as commands
 from hf_posenc.pictures import Picture
-from hf_posenc.recipes.intervals import Interval
 from hf_posenc.recipes.plots import figures, kinds
-from hf_posenc.recipes.reports import curves, style
-from hf_posenc.recipes.runs.request import MEASURES
 
 HEADS, LENGTH, TOKENS = 4, 32, 9
 IDS = {"input_ids": torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5]])}
@@ -123,23 +116,7 @@ def test_every_scheme_has_pictures_with_labels_and_a_title_that_fits(name: str) 
         assert all(axes.get_ylabel() for axes in figure.axes if axes.get_label() == "<colorbar>")
 
 
-def test_kinds_and_measures_are_named_on_the_command_line() -> None:
-    for command, names in ((commands.plot, kinds()), (commands.evaluate, MEASURES)):
-        options = str(inspect.signature(command).parameters)
-        assert all(name in options for name in names)
-
-
 # -- numbers -----------------------------------------------------------------------------------------------------------
-
-
-def test_distances_go_on_a_log_scale_where_they_are_far_and_titles_name_the_run() -> None:
-    for query, scale in ((200, "linear"), (2000, "symlog")):
-        (figure,) = draw(llama("alibi"), "bias", queries=[query], name="my-run").values()
-        (axes,) = panels(figure)
-        assert axes.get_xscale() == scale
-        assert axes.get_xlabel() == "distance to the key (tokens)"
-        assert axes.get_title(loc="left") == f"layers 0, 1, query at {query}"
-        assert figure.get_suptitle().startswith("my-run: alibi, decoder")
 
 
 def test_fire_is_drawn_for_each_query() -> None:
@@ -216,16 +193,6 @@ def test_gates_are_those_of_the_model() -> None:
         assert axes.get_title(loc="left") == f"layer {layer}"
 
 
-def test_positions_are_counted_as_cope_counts() -> None:
-    model = llama("cope", layers=1, npos=4)
-    scale, (_, q, k) = scheme_of(model).geometry.scale, operands(model, 0)
-    gates = (scale * q @ k.repeat_interleave(2, dim=1).mT)[0].sigmoid().tril()
-    counts = gates.flip(-1).cumsum(-1).flip(-1).clamp_max(3)
-    ahead = torch.ones(TOKENS, TOKENS).triu(1).bool()
-    shown = np.stack([image(axes) for axes in only(model, "positions")])
-    np.testing.assert_allclose(shown, counts.masked_fill(ahead, math.nan).detach(), rtol=1e-5)
-
-
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 def test_attention_is_what_the_model_used(backend: str) -> None:
     model = llama("stick_breaking")
@@ -257,22 +224,6 @@ def test_layers_with_different_schemes_have_pictures_of_their_own() -> None:
     assert set(draw(model, "bias")) == {"bias-decoder-alibi-0", "bias-decoder-alibi-2"}
 
 
-def test_tokens_are_written_along_the_axes() -> None:
-    model = stock("llama")
-    tokenizer = AutoTokenizer.from_pretrained(DIRECTORIES["llama"])
-    prompt = "It costs $5 or $6 \N{SNOWMAN WITHOUT SNOW}"
-    (figure,) = figures(model, tokenizer, what="attention", layers=[1], heads=[0], prompt=prompt).values()
-    (axes,) = panels(figure)
-    pieces = tokenizer.convert_ids_to_tokens(tokenizer(prompt)["input_ids"])
-    labels = [label.get_text() for label in axes.get_xticklabels()]
-    assert labels == [label.get_text() for label in axes.get_yticklabels()]
-    assert len(labels) == len(pieces)
-    marks = str.maketrans("\N{OPEN BOX}\u2581", "\u0120\u0120")
-    assert [label.translate(marks) for label in labels[:6]] == [piece.translate(marks) for piece in pieces[:6]]
-    style.token_ticks(axes, ["$a_$"], x=True)
-    figure.savefig(io.BytesIO())
-
-
 def test_what_cannot_be_drawn_is_said() -> None:
     model = llama("kerple")
     for kinds_asked, words in (
@@ -293,47 +244,6 @@ def test_what_cannot_be_drawn_is_said() -> None:
             draw(model, "attention", inputs={"input_ids": ids.long()})
     with pytest.raises(hf_posenc.ArchitectureError):
         draw(torch.nn.Linear(2, 2), "bias")
-
-
-# -- measurements ------------------------------------------------------------------------------------------------------
-
-
-def test_a_picture_of_many_models_can_be_read() -> None:
-    names = [f"a-model-with-a-long-name-{number}" for number in range(16)]
-    line = [(point, Interval(2.0, 1.9, 2.1)) for point in (64, 128)]
-    panel = curves.Panel(lines=dict.fromkeys(names, line), mark=(128, "trained on 128 tokens"))
-    figure = curves.lines_figure("Lines", [panel])
-    figure.draw_without_rendering()
-    (axes,), (legend,) = figure.axes, figure.legends
-    assert 0 <= legend.get_window_extent().x0 < legend.get_window_extent().x1 <= figure.bbox.width
-    assert legend.get_window_extent().y1 < axes.get_window_extent().y0
-    assert [text.get_text() for text in legend.get_texts()][-2:] == [names[-1], "trained on 128 tokens"]
-    lines = [one.lines[0] for one in axes.containers]
-    assert len({(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines}) == len(names)
-    # All of a place next to each other, and inside.
-    ends = [line.get_window_extent() for line in lines]
-    assert axes.get_window_extent().x0 < min(end.x0 for end in ends)
-    assert max(end.x1 for end in ends) < axes.get_window_extent().x1
-
-
-@pytest.mark.parametrize(("low", "high"), [(3, 120), (3.9, 6.3), (4.05, 4.45), (1.0, 2.9), (2, 1e9)])
-def test_two_lengths_have_two_ticks_and_perplexities_a_few(low: float, high: float) -> None:
-    line = [(point, Interval(value, value, value)) for point, value in ((64, low), (128, high))]
-    (axes,) = curves.lines_figure("Lines", [curves.Panel(lines={"original": line})]).axes
-    ticks = [tick for tick in axes.get_yticks() if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]]
-    assert 3 <= len(ticks) <= 10
-    assert list(axes.get_xticks()) == [64, 128]
-
-
-def test_a_picture_of_one_point_and_of_points_close_together() -> None:
-    one = Interval(3.0, math.nan, math.nan)
-    panel = curves.Panel(lines={"original": [(64, one)]}, mark=curves.trained_mark(64))
-    course = curves.Panel(lines={"original": [(step, one) for step in (0, 1, 100, 200)]}, level=(9.0, "the control"))
-    figure = curves.lines_figure("one", [panel, course])
-    figure.draw_without_rendering()
-    assert list(figure.axes[0].get_xticks()) == [64]
-    assert 1 not in figure.axes[1].get_xticks()
-    assert figure.axes[1].get_ylim()[1] > 9  # a level is in sight
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

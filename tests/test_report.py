@@ -6,7 +6,6 @@ import base64
 import dataclasses
 import math
 import re
-import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ import yaml
 from huggingface_hub import ModelCard
 from matplotlib.figure import Figure
 from models import stock
-from peft import get_peft_model
 from test_display import FACTS, facts_with
 
 import hf_posenc
@@ -34,7 +32,6 @@ from hf_posenc.recipes.runs.advice import judge
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.runs.progress import Pace
 from hf_posenc.recipes.runs.report import Results
-from hf_posenc.recipes.schema.recipe import Transfer
 
 PACE = Pace(0.25, 8192.0, 300 * 2**20, 199)
 LOG = [{"step": 1, "loss": 4.5, "learning_rate": 1e-3}, {"step": 200, "loss": 2.25}, {"step": 200, "train_loss": 3.0}]
@@ -104,27 +101,6 @@ def test_table_and_page(tmp_path: Path) -> None:
         assert f"<li>{made}" in page
 
 
-def test_tables_of_other_runs(tmp_path: Path) -> None:
-    def written(measurements: Measurements, facts: Any = FACTS, log: Any = LOG) -> str:
-        report.write(tmp_path, Results(measurements, facts, log=log))
-        return (tmp_path / report.TABLE).read_text(encoding="utf-8")
-
-    nothing = written(Measurements())
-    assert "Nothing was measured." in nothing
-    assert not (tmp_path / report.PICTURE).exists()
-    course = written(measured(course=True), log=())
-    assert list(rows_under(course, "Perplexity by optimizer step"))[2:] == ["0", "100", "200"]
-    assert "Speed: not measured" in course
-    assert "logged" not in course
-    control = written(measured(), facts_with(conversion={"scheme": None}))
-    assert control.startswith("# tiny-llama trained as it is: ")
-    assert list(rows_under(control, "Perplexity per token"))[2:] == ["original", "after 200 steps"]
-    diverged = measured()
-    diverged.record(200, losses((math.inf, math.inf), (1.1, math.inf), (1.2, 2.2)))
-    cells = rows_under(written(diverged, log=[{"step": 1, "loss": math.nan}]), "Perplexity per token")
-    assert cells["fire, after 200 steps"][:2] == ["inf", "inf"]
-
-
 @pytest.mark.parametrize("native", ["remove", "handover"])
 def test_the_picture_shows_the_course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: Any) -> None:
     drawn: list[Any] = []
@@ -178,28 +154,6 @@ def test_card_of_a_converted_model(tmp_path: Path) -> None:
     readme.write_text(text, encoding="utf-8")
     model.save_pretrained(tmp_path)
     assert readme.read_text(encoding="utf-8") == text
-
-
-def test_card_of_an_adapter(tmp_path: Path) -> None:
-    model = hf_posenc.patch(stock("llama"), "fire")
-    model.name_or_path = model.config._name_or_path = "/home/me/models/tiny"
-    get_peft_model(model, hf_posenc.PosencLoraConfig(r=2, task_type="CAUSAL_LM")).save_pretrained(
-        str(tmp_path), save_embedding_layers=False
-    )
-    existing = (tmp_path / "README.md").read_text(encoding="utf-8")
-    text = report.model_card(Results(measured(), facts_with(adapter={"kind": "lora", "rank": 2})), existing)
-    card = ModelCard(text)
-    assert card.data.library_name == "peft"
-    assert card.data.base_model is None
-    assert {"hf_posenc", "fire", "lora"} <= set(card.data.tags or [])
-    assert "/home/me" not in existing
-    assert "/home/me" not in text
-    assert "More Information Needed" not in text
-    assert 'base = AutoModelForCausalLM.from_pretrained("path/of/tiny-llama")' in text
-    assert "import hf_posenc" in text
-    hub = report.model_card(Results(measured(), facts_with(adapter={"kind": "scheme"}, model="meta/llama")))
-    assert 'from_pretrained("meta/llama")' in hub
-    assert ModelCard(hub).data.base_model == "meta/llama"
 
 
 def test_no_local_path_is_on_a_card_and_the_licence_is_that_of_the_base(tmp_path: Path) -> None:
@@ -259,18 +213,6 @@ def test_grades(after: float, noise: float, grade: str, is_bad: bool, said: str)
         assert "At 1,024 tokens its perplexity is 13.534 % [13.534, 13.534] of that one's, and" in str(verdict)
 
 
-def test_what_was_not_measured_and_what_is_worse_at_a_shorter_length_is_said() -> None:
-    found, far = two_models(2.0, 2.0), dataclasses.replace(FACTS, trained_length=1024)
-    assert "that the run is for" not in str(judge(found, facts_with(training={"skip_to": 1024})))
-    for facts in (facts_with(training={"skip_to": 4096}), dataclasses.replace(FACTS, trained_length=4096)):
-        said = "Measured up to 1,024 of the 4,096 tokens that the run is for (evaluation.contexts=[4096] measures the"
-        assert str(judge(found, facts)).startswith(said)
-    # A config may state a longer text than a model can read.
-    found = two_models(2.0, 2.3)
-    assert "But at 128 tokens its perplexity is 134.986 % [" in str(judge(found, far))
-    assert "But at" not in str(judge(found, FACTS))
-
-
 def able(found: Measurements, name: str, key: str | int, share: float, count: int = 32) -> None:
     """Record what a model copies or recalls: a share of the tokens of sequences that are hard and easy."""
     samples = (share + torch.linspace(-0.1, 0.1, count, dtype=torch.float64)).clamp(0, 1)[None]
@@ -302,36 +244,11 @@ def test_a_model_that_copies_or_recalls_less_is_never_as_good(
     assert judge(found, FACTS, control).grade != "worse"
 
 
-def test_what_nobody_can_do_is_not_lost() -> None:
-    found = two_models(2.0, 2.0)
-    for name in RECALLS:
-        able(found, name, ORIGINAL, -0.1)
-        able(found, name, 200, -0.1)
-    verdict = judge(found, FACTS)
-    assert verdict.grade == "as good"
-    assert "The original does not copy or recall random tokens" in str(verdict)
-
-
 def test_a_verdict_needs_32_windows_or_says_so() -> None:
     assert read_recipe("swap", ["scheme=fire"]).evaluation.windows == verdict.LEAST == 32
     few, many = (str(judge(two_models(2.0, 1.9, count=count), FACTS)) for count in (4, 32))
     assert "as far as 4 windows can tell" in few
     assert "windows can tell" not in many
-
-
-def test_a_longer_training_names_a_stage_and_tokens_that_were_measured() -> None:
-    def advice(transfer: int, steps: int, **training: Any) -> str:
-        facts = facts_with(training={"steps": steps, "batch_size": 1, "length": 1000, **training})
-        sections = {"transfer": Transfer(steps=transfer)} if transfer else {}
-        recipe = dataclasses.replace(facts.recipe, **sections)
-        return judge(two_models(2.0, 2.5), dataclasses.replace(facts, recipe=recipe)).advice
-
-    assert "2,000,000 tokens of training were measured to help, and this run had 50,000 (steps=2000)" in advice(0, 50)
-    assert "920,000 tokens of attention transfer were" in advice(500, 300)
-    assert "this run had 500,000 (transfer.steps=920)" in advice(500, 300)
-    assert "700,000 tokens of training were measured to help, and this run had 300,000 (steps=700)" in advice(920, 300)
-    for most in (advice(920, 700), advice(0, 2000)):
-        assert "as many tokens as were ever measured, so rather convert fewer layers: `hf-posenc layers`" in most
 
 
 def test_the_control_is_the_measure_where_there_is_one() -> None:
@@ -390,20 +307,3 @@ def test_a_bad_run_is_not_offered(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert str(verdict) in out
         assert ("hf-posenc push" in out, "hf-posenc eval" in out) == (offered, offered)
         assert "take 1.2 KB" in out
-
-
-@pytest.mark.parametrize("words", [["swap", "scheme=kerple"], ["swap", "scheme=fire", "adapter=lora"], ["extend"]])
-def test_the_offered_control_is_a_recipe_that_is_found(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe, folder = read_recipe(words[0], words[1:]), tmp_path / "a run"
-    folder.mkdir()
-    (folder / layout.RECIPE).write_text(recipe.text(), encoding="utf-8")
-    outcome = SimpleNamespace(folder=folder, already=False, verdict=judge(two_models(2.0, 1.9), FACTS))
-    command._follow(folder, lambda console: outcome)
-    offered = next(line for line in capsys.readouterr().out.splitlines() if "hf-posenc train" in line)
-    _, _, source, *changes, _, out = shlex.split(offered)
-    control = read_recipe(source, changes)
-    (Path(out) / layout.MODEL).mkdir(parents=True)
-    (Path(out) / layout.RECIPE).write_text(control.text(), encoding="utf-8")
-    assert advice.control_of(folder, recipe, "it") is not None
