@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import copy
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from grid import once
-from models import DIRECTORIES, checkpoint, text_file
+from models import DIRECTORIES, checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     BertConfig,
-    LlamaConfig,
     ModernBertConfig,
     PreTrainedConfig,
 )
@@ -24,7 +22,7 @@ import hf_posenc
 from hf_posenc import OptionError, RecipeError, UnknownSchemeError
 from hf_posenc.patches.plan import skeleton
 from hf_posenc.patches.rotary import native_rope, set_rope
-from hf_posenc.recipes import goals, library, memory, processes
+from hf_posenc.recipes import goals, memory
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.loading import auto_class
 from hf_posenc.recipes.runs import run
@@ -189,58 +187,6 @@ def test_a_model_of_real_size_begins_with_the_attention_transfer(monkeypatch: py
     assert size("steps=4") == (8, 4)  # one window for each process
 
 
-def test_precision_follows_from_model_and_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wide = LlamaConfig(hidden_size=256, num_attention_heads=4, num_hidden_layers=2, dtype=torch.bfloat16)
-
-    def precision(config: Any, *overrides: str) -> str:
-        return read_recipe("control", overrides, config=config).training.precision
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    doors = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    for found in ((False, False), (True, False), (False, True)):
-        for door, has in zip(doors, found, strict=True):
-            monkeypatch.setattr(torch.cpu, door, lambda has=has: has)
-        assert precision(wide) == ("bfloat16" if any(found) else "float32")
-        assert precision(replaced(wide, dtype=torch.float32)) == precision(wide)
-        # It is no faster for a small model.
-        assert precision(replaced(wide, hidden_size=64)) == precision(wide, "precision=float32") == "float32"
-    for door in doors:
-        monkeypatch.delattr(torch.cpu, door)
-    monkeypatch.setattr(processes, "_CPUS", tmp_path / "cpuinfo")
-    for flags, wanted in ((None, "float32"), ("flags : avx2", "float32"), ("flags : fpu amx_bf16 amx", "bfloat16")):
-        if flags is not None:
-            processes._CPUS.write_text(flags, encoding="utf-8")
-        assert precision(wide) == wanted
-    # On a GPU, what was saved in float32 stays there.
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
-    assert [precision(replaced(wide, dtype=each)) for each in (torch.float16, torch.float32)] == ["bfloat16", "float32"]
-
-
-@pytest.mark.grid
-def test_a_run_in_bfloat16_on_a_cpu_keeps_its_weights_in_float32(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(goals, "bfloat16_pays", lambda width: True)
-    config = replaced(AutoConfig.from_pretrained(DIRECTORIES["llama"]), dtype=torch.bfloat16)
-    keys = [f"model={DIRECTORIES['llama']}", "scheme=fire", "steps=4", "length=32", "evaluation.windows=2"]
-    keys += [
-        "evaluation.contexts=[64]",
-        "batch_size=4",
-        "transfer.steps=2",
-        f"data={text_file()}",
-        "scheme_learning_rate=0",
-    ]
-    recipe = read_recipe("swap", [*keys, "learning_rate=1e-6"], config=config)
-    assert recipe.training.precision == "bfloat16"
-    found = run.train(recipe, tmp_path / "out")
-    before, after = (AutoModelForCausalLM.from_pretrained(place) for place in (DIRECTORIES["llama"], found.model))
-    one, other = (model.get_input_embeddings().weight for model in (before, after))
-    # Steps that bfloat16 weights would round away.
-    assert other.dtype == torch.float32
-    assert 0 < float((one - other).detach().abs().max()) < 1e-4
-
-
 def test_extending_takes_what_the_native_encoding_has() -> None:
     yarn = read("llama", "extend", "factor=2")
     assert yarn.conversion.rope == {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}
@@ -394,8 +340,3 @@ def test_what_was_measured_is_recommended_first(name: str) -> None:
     # A converted model is trained on as it is.
     converted = hf_posenc.patch(checkpoint("llama"), "alibi").config
     assert [each.words for each in goals.recommended(converted)] == ["control"]
-
-
-@pytest.mark.parametrize("name", library.names())
-def test_a_goal_says_what_it_is(name: str) -> None:
-    assert re.fullmatch(r"[A-Z][^.!?\n]*\.", library.content(name)["summary"])

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import hf_posenc
-from hf_posenc import NotPatchedError, OptionError, ShapeError
+from hf_posenc import NotPatchedError, OptionError
 from hf_posenc.recipes.data.collation import MixedLengths, PositionSkipping
 from hf_posenc.recipes.training import distillation
 from hf_posenc.recipes.training.callbacks import Annealing, Handover
@@ -67,16 +67,6 @@ def test_handover(tmp_path: Path) -> None:
     assert strengths(model) == (1, 1)
 
 
-def test_an_unfinished_handover_keeps_the_native_encoding(tmp_path: Path) -> None:
-    model = kept()
-    callback = Handover(1.0)
-    run = trainer(model, tmp_path, callbacks=[callback])
-    run.add_callback(Watch(lambda step, model: setattr(run.control, "should_training_stop", step == 5)))
-    run.train()
-    assert hf_posenc.verify(model).groups[0][1] == "keep"
-    assert strengths(model) == (0.6, 0.4)
-
-
 def equal_when_resumed(fresh: Any, callback: Any, folder: Path, *watch: Any) -> tuple[Any, Any]:
     """Train a model, and another one from the checkpoint of step 4; return that checkpoint and the resumed model."""
     whole = fresh()
@@ -87,12 +77,6 @@ def equal_when_resumed(fresh: Any, callback: Any, folder: Path, *watch: Any) -> 
     for (name, one), other in zip(whole.named_parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, other), name
     return AutoModelForCausalLM.from_pretrained(checkpoint), again.model
-
-
-@pytest.mark.grid
-def test_a_resumed_handover_ends_with_the_same_weights(tmp_path: Path) -> None:
-    half, _ = equal_when_resumed(kept, Handover(0.7), tmp_path)
-    assert strengths(half) == pytest.approx((1 - 3 / 7, 3 / 7))  # those of its last step
 
 
 @pytest.mark.parametrize("scheme", once(["fope", "xpos"]))
@@ -158,19 +142,6 @@ def test_position_skipping_reaches_all_distances() -> None:
         places = skip.positions(row)
         seen |= set((places[:, None] - places[None]).flatten().tolist())
     assert seen == set(range(-63, 64))
-
-
-def test_position_skipping_trains_and_refuses(tmp_path: Path) -> None:
-    model = hf_posenc.patch(stock("llama"), "kerple")
-    seen: list[int] = []
-    model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(int(kwargs["position_ids"].max())), with_kwargs=True
-    )
-    trainer(model, tmp_path, steps=3, data_collator=PositionSkipping(512)).train()
-    assert len(seen) == 3
-    assert max(seen) > 16
-    with pytest.raises(ShapeError, match="windows of 16 tokens"):
-        PositionSkipping(8)(windows("llama", 2))
 
 
 def test_a_share_of_long_windows_is_read_as_short_texts() -> None:
@@ -293,31 +264,6 @@ def test_a_teacher_reads_long_windows_in_pieces(kind: str, length: int) -> None:
         for layer, states in enumerate(wanted.hidden_states):
             torch.testing.assert_close(got.hidden_states[layer][shown, token], states[shown, token - piece])
     assert torch.equal(teacher({"input_ids": ids[:, :length]}).logits, apart({"input_ids": ids[:, :length]}).logits)
-
-
-def test_pieces_take_what_else_a_batch_may_hold() -> None:
-    model, ids = stock("llama"), tokens("llama", 2, 21)
-    teacher = Teacher(model)
-    teacher.length = 8
-    wanted = teacher({"input_ids": ids}).logits
-    embedded = {"inputs_embeds": model.get_input_embeddings()(ids)}
-    torch.testing.assert_close(teacher(embedded).logits, wanted)
-    # Two documents that a mask tells apart, and not the positions.
-    document = (torch.arange(21) >= 9).long()
-    mask = (document[:, None] == document[None]).tril()[None, None].expand(2, 1, 21, 21)
-    got = teacher({"input_ids": ids, "attention_mask": mask}).logits
-    torch.testing.assert_close(got[:, :8], wanted[:, :8])
-    piece = {"input_ids": ids[:, 4:12], "attention_mask": mask[:, :, 4:12, 4:12]}
-    torch.testing.assert_close(got[:, 8:12], teacher(piece).logits[:, 4:])
-    assert not torch.allclose(got[:, 9], wanted[:, 9], atol=1e-2)
-
-
-def test_a_teacher_may_see() -> None:
-    model = stock("vit").eval()
-    size = model.config.image_size
-    images = {"pixel_values": torch.randn(2, model.config.num_channels, size, size)}
-    with torch.no_grad():
-        assert torch.equal(Teacher(model)(images).reconstruction, model(**images).reconstruction)
 
 
 def test_a_teacher_knows_its_length() -> None:

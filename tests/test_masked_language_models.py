@@ -147,16 +147,7 @@ def test_a_run_trains_saves_and_loads(
     assert "Pseudo-perplexity of masked tokens by tokens read:" in section.markdown()
 
 
-def test_a_teacher_reads_long_windows_in_pieces(tokenizer: Any, folders: dict[str, Path]) -> None:
-    """Stock models compute their loss of whole batches only, and the teacher's is nobody's."""
-    model, ids = AutoModelForMaskedLM.from_pretrained(folders["bert"]).eval(), windows(tokenizer, 2)
-    teacher = distillation.Teacher(model)
-    teacher.length = 32
-    got = teacher({"input_ids": ids, "labels": ids}).logits
-    torch.testing.assert_close(got[:, :32], model(input_ids=ids[:, :32]).logits)
-    torch.testing.assert_close(got[:, 48:], model(input_ids=ids[:, 32:]).logits[:, 16:])
-
-
+@pytest.mark.grid
 def test_a_resumed_run_masks_the_same_tokens(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,13 +158,6 @@ def test_a_resumed_run_masks_the_same_tokens(
     resumed = weights(run.resume(tmp_path / "run").model)
     whole = weights(run.train(wanted, tmp_path / "whole").model)
     assert all(torch.equal(resumed[key], value) for key, value in whole.items())
-
-
-def test_an_adapter_is_trained_after_a_fit_of_attention(folders: dict[str, Path], tmp_path: Path) -> None:
-    changes = ["adapter.kind=lora", "conversion.fit=transfer", "transfer.steps=2"]
-    run.train(recipe(folders, "modernbert", *changes), tmp_path / "run")
-    report = Request((str(tmp_path / "run"),), text=str(text_file(40_000)), contexts=(64,), samples=2).run()
-    assert report["perplexity"].models["run"][0].reads(64)
 
 
 def test_what_masked_language_models_cannot_do_is_refused(

@@ -14,7 +14,6 @@ import pytest
 import torch
 from models import stock, windows
 from rich.console import Console
-from transformers import TrainerControl, TrainerState
 from typer.testing import CliRunner
 
 import hf_posenc
@@ -23,7 +22,7 @@ from hf_posenc.recipes import demo
 from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Recipe, Saving, Training
 from hf_posenc.recipes.training.callbacks import parameter_groups
 from hf_posenc.recipes.training.distillation import Teacher
-from hf_posenc.recipes.training.trainer import LogAndSave, adaptation_trainer
+from hf_posenc.recipes.training.trainer import adaptation_trainer
 
 
 @pytest.fixture(autouse=True)
@@ -75,30 +74,6 @@ def test_the_trainer_does_as_the_recipe_says(tmp_path: Path) -> None:
     assert all(name.endswith("init_L") or not torch.equal(after[name], value) for name, value in before.items())
 
 
-def test_a_resumed_run_logs_the_same_means() -> None:
-    def after(step: int, *, saves: bool) -> tuple[bool, bool]:
-        control = TrainerControl(should_save=saves)
-        LogAndSave().on_step_end(None, TrainerState(global_step=step, max_steps=9), control)
-        return control.should_log, control.should_save
-
-    assert [after(3, saves=False), after(3, saves=True), after(9, saves=True)] == [
-        (False, False),
-        (True, True),
-        (True, False),
-    ]
-
-
-def test_training_is_seeded(tmp_path: Path) -> None:
-    def losses(seed: int) -> list[float]:
-        torch.manual_seed(0)
-        run = trainer(hf_posenc.patch(stock("llama"), "fire"), tmp_path, steps=3, batch_size=2, seed=seed)
-        run.train()
-        return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
-
-    one, same, other = map(losses, (3, 3, 4))
-    assert one == same != other
-
-
 def test_a_teacher_that_has_faded_is_let_go(tmp_path: Path) -> None:
     fading = Distillation(share=0.5, until=0.5)
     for distillation, gone in ((fading, True), (dataclasses.replace(fading, until=0.0), False)):
@@ -118,6 +93,7 @@ def test_a_teacher_that_has_faded_is_let_go(tmp_path: Path) -> None:
 # -- demo --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid
 def test_demo(tmp_path: Path) -> None:
     screen = io.StringIO()
     outcome = demo.run(tmp_path, Console(file=screen, width=120), scheme="fire", steps=2, windows=4)

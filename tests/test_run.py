@@ -6,7 +6,6 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from hf_posenc import CheckpointError, PosencError, RecipeError
 from hf_posenc.recipes import layout
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.loading import place
-from hf_posenc.recipes.processes import enough_threads
 from hf_posenc.recipes.runs import files, run
 from hf_posenc.recipes.runs.files import STOP
 from hf_posenc.recipes.runs.forecast import forecast
@@ -181,16 +179,6 @@ def test_a_recipe_that_was_changed_since_is_not_resumed(stopped: tuple[Recipe, P
     assert read_recipe(path) == recipe
 
 
-def test_a_text_that_was_changed_since_is_noticed(stopped: tuple[Recipe, Path]) -> None:
-    recipe, out = stopped
-    text = Path(recipe.data.source)
-    before = text.read_bytes()
-    text.write_bytes(before + b"\nAnd more.\n")
-    with pytest.raises(RecipeError, match=r"mine\.txt has other tokens than when the run in .*out began"):
-        run.resume(out)
-    text.write_bytes(before)
-
-
 def _another_weight(folder: Path) -> None:
     found = load_file(folder / "model.safetensors")
     found["model.layers.1.mlp.up_proj.weight"] += 0.5
@@ -344,35 +332,6 @@ def test_other_folders_are_refused(read: Any, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 
 
-def test_a_recipe_that_cannot_be_run_leaves_nothing(read: Any, tmp_path: Path) -> None:
-    for changes, words in (
-        ({"conversion": {"handover": 0.5}}, "does nothing without"),
-        ({"conversion": {"scheme": "fier"}}, "Did you mean 'fire'"),
-        ({"training": {"batch_size": 100_000}}, "batch_size is 100000"),
-    ):
-        with pytest.raises(RecipeError, match=words):
-            run.train(changed(read(), **changes), tmp_path / "out")
-        assert not (tmp_path / "out").exists()
-
-
-def test_another_teacher(read: Any, tmp_path: Path) -> None:
-    wanted = ["distillation.share=1", "distillation.hidden=1", "training.learning_rate=1e-9", "training.steps=1"]
-    wanted += ["training.scheme_learning_rate=1e-9", "conversion.scheme=null", "conversion.options={}"]
-    # From itself there is nothing to learn; from a model that was trained there is.
-    itself = run.train(read(*wanted, "distillation.teacher=tiny-llama"), tmp_path / "itself")
-    assert itself.loss == pytest.approx(0, abs=1e-4)
-    run.train(read("conversion.scheme=null", "conversion.options={}"), tmp_path / "trained")
-    teacher = f"distillation.teacher={tmp_path / 'trained' / 'model'}"
-    other = run.train(read(*wanted, teacher), str(tmp_path / "other"))
-    assert run.resume(str(tmp_path / "other")).already
-    assert other.loss is not None
-    assert other.loss > 1e-3
-    record = json.loads((tmp_path / "other" / "run.json").read_text())
-    assert record["recipe"]["distillation"]["teacher"].startswith(str(tmp_path))
-    with pytest.raises(RecipeError, match="vocab_size is 1040, and that of the model 1024"):
-        run.train(read(*wanted, f"distillation.teacher={DIRECTORIES['t5']}"), tmp_path / "wrong")
-
-
 VARIANTS = {
     "handover": ["conversion.native=handover", "conversion.handover=0.7"],
     "a teacher": ["distillation.share=0.5", "distillation.hidden=0.1", "distillation.until=0.8"],
@@ -402,9 +361,9 @@ VARIANTS = {
 }
 
 
-BY_DEFAULT = ("handover",)
+# test_stages.py stops a run by default.
 CASES = [
-    pytest.param(overrides, id=name, marks=[] if name in BY_DEFAULT else pytest.mark.grid)
+    pytest.param(overrides, id=name, marks=pytest.mark.grid if name in ("handover", "lora", "t5") else pytest.mark.slow)
     for name, overrides in VARIANTS.items()
 ]
 
@@ -565,6 +524,7 @@ def test_each_stage_refuses_before_a_model_is_loaded(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.grid
 def test_a_training_that_diverges_says_so(read: Any, tmp_path: Path) -> None:
     rates = ("training.learning_rate=1e12", "training.scheme_learning_rate=1e12", "training.max_grad_norm=1e12")
     with pytest.raises(RecipeError, match="the training diverged"):
@@ -583,28 +543,6 @@ def test_the_teacher_of_an_extended_model_has_its_own_rotation(tmp_path: Path, m
     with pytest.raises(Stop):
         run.train(read_recipe("extend", changes), tmp_path / "out")
     assert found == [10_000]
-
-
-def test_the_length_of_a_config_is_left_alone_where_frequencies_follow_from_it() -> None:
-    for parameters, length in (
-        ({"rope_type": "yarn", "factor": 4.0}, 512),
-        ({"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}, 512),
-        ({"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {"rope_type": "default"}}, 128),
-        ({"rope_type": "longrope"}, 128),
-        ({"rope_type": "longrope", "factor": 2.0}, 512),
-        (None, 128),
-    ):
-        config = SimpleNamespace(rope_parameters=parameters, max_position_embeddings=128)
-        run._tell_length(SimpleNamespace(config=config), SimpleNamespace(model_max_length=128), 512)
-        assert config.max_position_embeddings == length, parameters
-
-
-def test_windows_may_be_longer_than_a_table_that_is_gone(tmp_path: Path) -> None:
-    changes = ["training.length=160", "training.steps=1", "conversion.native=remove", "evaluation.contexts=[64, 160]"]
-    changes += ["training.batch_size=2"]
-    recipe = read_recipe("swap", ["scheme=fire", f"model={DIRECTORIES['gpt2']}", *changes, "data=builtin"])
-    assert recipe.distillation.hidden  # the teacher still has its table, and reads in pieces
-    assert 160 in run.train(recipe, tmp_path / "out").measurements.curve("after").points
 
 
 def test_a_folder_is_written_by_one_process(stopped: tuple[Recipe, Path]) -> None:
@@ -635,6 +573,7 @@ def test_of_two_new_runs_the_second_to_begin_gives_way(
     assert not (out / layout.RECIPE).exists()
 
 
+@pytest.mark.grid
 def test_a_converted_model_is_trained_on_as_it_is_or_not_at_all(read: Any, tmp_path: Path) -> None:
     first = run.train(read(), tmp_path / "first")
     scheme = next(iter(json.loads((first.model / "config.json").read_text())["posenc"]["groups"]))["scheme"]
@@ -649,25 +588,3 @@ def test_a_converted_model_is_trained_on_as_it_is_or_not_at_all(read: Any, tmp_p
     pairs = ((first, "after"), (second, "original"), (second, "after"))
     ends = [each.measurements.curve(which).at(64).mean for each, which in pairs]
     assert ends == pytest.approx([ends[0]] * 3, rel=1e-5)
-
-
-def test_steps_take_no_more_threads_than_they_have_work_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in ("MKL_NUM_THREADS", "OMP_NUM_THREADS"):
-        monkeypatch.delenv(variable, raising=False)
-    model = torch.nn.Linear(2**10, 2**10, bias=False)
-
-    def threads(tokens: int) -> int:
-        torch.set_num_threads(3)
-        with enough_threads(model, tokens):
-            taken = torch.get_num_threads()
-        assert torch.get_num_threads() == 3
-        torch.set_num_threads(1)  # fixtures of modules come before that of every test
-        return taken
-
-    assert [threads(tokens) for tokens in (1, 2**11, 2**12, 2**14)] == [1, 1, 2, 3]
-    with monkeypatch.context() as chosen:
-        chosen.setenv("OMP_NUM_THREADS", "3")
-        assert threads(1) == 3
-    on_gpu = SimpleNamespace(device=torch.device("cuda"))
-    monkeypatch.setattr("hf_posenc.recipes.processes.processes", lambda: on_gpu)
-    assert threads(1) == 3

@@ -19,7 +19,7 @@ from hf_posenc.recipes import layout
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.runs import files, run
 
-pytestmark = pytest.mark.usefixtures("plain_pictures")
+pytestmark = [pytest.mark.grid, pytest.mark.usefixtures("plain_pictures")]
 
 # Checkpoints after which a run stops: in the attention transfer, which has two steps, or in the training.
 STOPS = {"transfer": 1, "training": 3}
@@ -138,8 +138,8 @@ def resumed(folder: Path) -> Iterator[tuple[Path, str, Damage, bool]]:
             yield path, *ways[number % len(ways)], marks
 
 
-# By default a run is resumed with a damage of each ninth file.
-SAMPLES = [(stage, 9, 4) for stage in STOPS] + [pytest.param(stage, 1, 0, marks=pytest.mark.grid) for stage in STOPS]
+# In the grid a run is resumed with a damage of each ninth file.
+SAMPLES = [(stage, 9, 4) for stage in STOPS] + [pytest.param(stage, 1, 0, marks=pytest.mark.slow) for stage in STOPS]
 
 
 @pytest.mark.parametrize(("stage", "every", "first"), SAMPLES)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
 import json
-import os
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ import pytest
 import torch
 from models import DIRECTORIES, checkpoint, stock, text_file, tokens
 from test_run import Stop, stop_after, weights
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 import hf_posenc
@@ -26,11 +23,9 @@ from hf_posenc.recipes import layout, memory
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.runs import run
 from hf_posenc.recipes.runs.stages import trained, training
-from hf_posenc.recipes.runs.stages.transfer import set_aside
 from hf_posenc.recipes.schema.recipe import Recipe, Training
-from hf_posenc.recipes.training.adapter import attach
 from hf_posenc.recipes.training.layers import layer_costs
-from hf_posenc.recipes.training.rates import Name, rates, with_rates
+from hf_posenc.recipes.training.rates import rates, with_rates
 from hf_posenc.recipes.training.transfer import AttentionTransfer, transfer
 
 pytestmark = pytest.mark.usefixtures("plain_pictures")
@@ -78,42 +73,6 @@ def test_a_run_goes_on_in_each_stage_bit_for_bit(
 
 
 @pytest.mark.grid
-def test_a_transfer_without_effect_is_a_caution_also_after_a_stop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = recipe_of()
-    recipe = replace(recipe, transfer=replace(recipe.transfer, learning_rate=0.0, scheme_learning_rate=0.0))
-    for stop in range(2):
-        stop_after(monkeypatch, 1)
-        with pytest.raises(Stop):
-            run.resume(tmp_path / "out") if stop else run.train(recipe, tmp_path / "out")
-    run.resume(tmp_path / "out")
-    assert "the start was not changed" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-
-
-def test_a_stage_leaves_no_optimizer_behind_and_a_teacher_goes_when_it_has_faded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on, held = trained.go_on, list[Any]()
-
-    def watched(trainer: Any, checkpoint: Path | None) -> None:
-        assert trainer.args.run_name == "out"
-        assert Path(os.environ["TENSORBOARD_LOGGING_DIR"]).parent == tmp_path / "out" / "logs"
-        gc.collect()
-        assert not [each for each in held if each() is not None]
-        if trainer._teacher is not None:
-            held.append(weakref.ref(trainer._teacher))
-        go_on(trainer, checkpoint)
-        gc.collect()
-        assert not [each for each in held if each() is not None]
-        held.append(weakref.ref(trainer.optimizer))
-
-    monkeypatch.setattr(trained, "go_on", watched)
-    changes = ("transfer={}", "training.steps=2", "distillation={share: 1.0, until: 0.5}")
-    run.train(recipe_of(LONG, *changes), tmp_path / "out")
-    assert len(held) == 3
-
-
 @pytest.mark.parametrize(("until", "taught"), [(0, [False, True, True]), (0.5, [False, True, False])])
 def test_long_windows_are_mixed_with_short_ones_and_keep_a_teacher_that_has_not_faded(
     until: float, taught: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -138,14 +97,6 @@ def test_long_windows_have_no_encoder_decoder_as_teacher() -> None:
     for architecture, taught in (("llama", [True, True]), ("t5", [True, False])):
         plans = training(replace(recipe, transfer=replace(recipe.transfer, steps=0)))
         assert [plan.settled(stock(architecture)).distillation.distils for plan in plans] == taught
-
-
-@pytest.mark.parametrize("adapter", ["none", "lora"])
-def test_long_windows_after_a_handover_know_no_table(adapter: str, tmp_path: Path) -> None:
-    table = stock("gpt2").config.n_positions
-    changes = ("transfer={}", "conversion.native=handover", f"adapter={adapter}", "training.steps=2")
-    changes += (f"lengthen={{steps: 1, length: {2 * table}, batch_size: 1}}",)
-    assert run.train(recipe_of(*changes, architecture="gpt2"), tmp_path / "out").loss is not None
 
 
 def test_the_transfer_brings_attention_nearer(whole: run.Outcome) -> None:
@@ -188,27 +139,6 @@ def test_projections_move_and_everything_else_stays(architecture: str) -> None:
     moved = {name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])}
     assert any("hf_posenc" not in name for name in moved)
     assert all("attn" in name or "SelfAttention" in name or "hf_posenc" in name for name in moved), moved
-
-
-def test_the_original_shares_what_is_not_attention() -> None:
-    model = hf_posenc.patch(stock("llama"), "kerple")
-    transfer = AttentionTransfer(model)
-    [twin] = transfer._twin
-    names = dict(model.named_parameters())
-    for name, weight in twin.named_parameters():
-        assert (weight is names[name]) == ("self_attn" not in name), name
-    adapted = attach(hf_posenc.patch(stock("llama"), "kerple"), recipe_of("adapter.kind=lora").adapter)
-    assert not AttentionTransfer(adapted)._twin
-
-
-def test_what_attention_reads_moves_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer moves the module that it trains to its device, and leaves the rest of the model where it was."""
-    model = hf_posenc.patch(stock("llama"), "kerple")
-    transfer = AttentionTransfer(model).to("meta")
-    # On the meta device nothing can be computed.
-    monkeypatch.setattr(transfer, "_errors", lambda *given: (torch.ones(2), torch.ones(2)))
-    transfer(input_ids=tokens("llama", 4, 24).to("meta"))
-    assert all(weight.is_meta for weight in model.parameters())
 
 
 def test_micro_batches_and_padding_give_one_loss() -> None:
@@ -261,17 +191,6 @@ def test_the_cost_of_each_layer_alone(scheme: str) -> None:
         found.cheapest(99)
 
 
-def test_costs_are_those_of_a_stock_model_on_windows_that_it_did_not_learn_from() -> None:
-    model, ids = stock("llama").eval(), tokens("llama", 44, 9)
-    with torch.no_grad():
-        held_out = model(input_ids=ids[-8:], labels=ids[-8:]).loss.item()
-    assert layer_costs(model, "kerple", ids, steps=1, batch_size=11).loss == pytest.approx(held_out, abs=1e-5)
-    hf_posenc.patch(model, "fire")
-    with pytest.raises(OptionError, match="converted already"):
-        layer_costs(model, "kerple", ids, steps=1)
-    assert hf_posenc.verify(model).groups[0][0] == "fire"
-
-
 def test_the_cost_of_the_layers_of_two_stacks() -> None:
     found = layer_costs(stock("t5"), "kerple", tokens("t5", 4, 17), steps=1, batch_size=2)
     assert [each.stack for each in found.layers] == ["encoder", "encoder", "decoder", "decoder"]
@@ -306,60 +225,6 @@ def test_rates_fall_with_size() -> None:
         model = GPT2LMHeadModel(GPT2Config())
     named, unnamed = (with_rates(Training(length=length, batch_size=1), model) for length in (1024, None))
     assert replace(named, length=None) == unnamed
-
-
-def test_the_rate_of_a_transfer_is_that_of_its_slowest_scheme() -> None:
-    def scheme_rate(stage: Name, *converted: tuple[str, list[int]]) -> float:
-        model = stock("llama")
-        for name, layers in converted:
-            hf_posenc.patch(model, name, layers=layers)
-        # Sizes differ a little.
-        return round(rates(model, stage).scheme / rates(model, stage).model)
-
-    table, gates = ("t5", [0]), ("fox", [1])
-    assert [scheme_rate("transfer", *some) for some in ([table], [gates], [table, gates])] == [40, 5, 5]
-    assert scheme_rate("training", table) == 5
-
-
-def test_a_scheme_that_nothing_fitted_learns_as_in_a_transfer() -> None:
-    model = hf_posenc.patch(stock("gpt2"), "fire", native="remove")
-    swap = ["scheme=fire", "fit=null", "native=remove", "lengthen={steps: 1}"]
-    for goal, changes, factors in (
-        ("swap", swap, [40, 5]),
-        ("swap", [*swap, "transfer={steps: 1}"], [40, 5, 5]),
-        ("swap", ["scheme=fire", "native=keep"], [5]),
-        ("control", [], [5]),
-    ):
-        plans = [plan.settled(model).training for plan in training(read_recipe(goal, changes))]
-        rates_of = [(plan.scheme_learning_rate, plan.learning_rate) for plan in plans]
-        assert [new / old for new, old in rates_of if new and old] == pytest.approx(factors), changes
-
-
-def test_rates_of_projected_distances_fall_with_the_width() -> None:
-    found = {}
-    for width in (64, 256):
-        config = LlamaConfig(
-            vocab_size=32, hidden_size=width, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4
-        )
-        model = LlamaForCausalLM(config)
-        plain, projected = (
-            hf_posenc.patch(copy.deepcopy(model), scheme, native="remove") for scheme in ("fox", "transformer_xl")
-        )
-        found[width] = [
-            (rates(projected, stage).scheme / rates(projected, stage).model)
-            / (rates(plain, stage).scheme / rates(plain, stage).model)
-            for stage in ("transfer", "training")
-        ]
-    assert found[64] == pytest.approx([1, 1])
-    assert found[256] == pytest.approx([1 / 4, 1 / 4])
-
-
-def test_a_quarter_of_a_short_text_judges_the_transfer() -> None:
-    """As in a fit; the usual number of tokens would leave nothing to learn from."""
-    windows = [{"input_ids": torch.full((64,), index)} for index in range(9)]
-    for count, judged, learned in ((9, 3, 6), (2, 1, 1), (1, 1, 1)):
-        parts, others = set_aside(windows[:count], Training(batch_size=2))
-        assert (sum(map(len, parts)), len(others)) == (judged, learned)
 
 
 def test_what_a_transfer_cannot_do(tmp_path: Path) -> None:

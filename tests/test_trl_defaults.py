@@ -102,6 +102,7 @@ def trained(*cases: tuple[str, str]) -> dict[tuple[str, str], str]:
     return {(trainer, scheme): error for trainer, scheme, error in found if error}
 
 
+@pytest.mark.grid
 def test_trainers_with_default_arguments() -> None:
     assert trained(("SFT", "alibi"), ("SFT", "tape"), ("DPO", "fire")) == {}
 
