@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from test_contracts import make, operands, run
 from tiny import auto, converted, ids, stock
 
 import hf_posenc
-from hf_posenc import OptionError, build, registry, schemes
+from hf_posenc import OptionError, registry, schemes
 from hf_posenc.attention import executors
 from hf_posenc.operands import Positions, Tokens
 
-ADDONS = [name for name, info in schemes().items() if info.family == "add-on"]
 # One module serves all layers.
 ONE_FOR_ALL = {"fire_s", "learned", "sinusoidal"}
 BASES = [
@@ -26,32 +23,6 @@ BASES = [
     if info.family != "add-on" and name not in ONE_FOR_ALL
     for direction in info.directions
 ]
-
-
-@pytest.mark.parametrize("options", [{"gate_per": "head"}, {"gate_per": "channel", "gate_start": "official"}], ids=str)
-def test_slow_reference_of_gates(options: dict[str, Any]) -> None:
-    scheme = make("gated_output", "causal", options)
-    given, places = operands(scheme, 5), torch.arange(5)[None]
-    plain = run(make("nope", "causal", {}), given, places).numpy()
-    logits = given[3].numpy() @ scheme.get_parameter("gate_proj.weight").detach().numpy().T  # [B, S, gates]
-    gates = (2 if scheme.gate_start == "exact" else 1) / (1 + np.exp(-logits))
-    want = np.zeros_like(plain)
-    for b, h, i, c in np.ndindex(*plain.shape):
-        want[b, h, i, c] = (
-            plain[b, h, i, c] * gates[b, i, h * plain.shape[3] + c if scheme.gate_per == "channel" else h]
-        )
-    np.testing.assert_allclose(run(scheme, given, places).detach().numpy(), want, rtol=0, atol=1e-13)
-
-
-def test_sinks_are_a_key_without_a_value() -> None:
-    """A key of zeros has the logit 0, and that of a sink is 0 at the start."""
-    scheme = build("attention_sinks", hf_posenc.Geometry(heads=4, kv_heads=2, head_dim=4, hidden_size=7)).double()
-    given, places = operands(scheme, 5), torch.arange(5)[None]
-    zero = torch.nn.functional.pad
-    wide = [given[0], *(zero(x, (0, 0, 1, 0)) for x in given[1:3]), given[3]]
-    at = {"query_positions": places + 1, "key_positions": torch.arange(6)[None]}
-    want = hf_posenc.attend(make("nope", "causal", {}), *wide[:3], **at)
-    torch.testing.assert_close(run(scheme, given, places), want, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize(("base", "direction"), BASES)
@@ -160,11 +131,3 @@ def test_what_does_not_go_together_is_refused(name: str, why: str) -> None:
     with pytest.raises(OptionError, match=why):
         hf_posenc.patch(model, name)
     assert not hasattr(model.config, "posenc")
-
-
-def test_every_add_on_goes_with_every_scheme() -> None:
-    """No two of them have an option of one name."""
-    for base, direction in BASES:
-        for addon in set(ADDONS) - ({"attention_sinks"} if base == "stick_breaking" else set()):
-            if direction in schemes()[addon].directions:
-                make(f"{base}+{addon}", direction, {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from hf_posenc import Geometry, Positions, Scheme, build
 from hf_posenc.equivalents import Rotation
-from hf_posenc.errors import ExportError
 from hf_posenc.operands import Projection, Tokens
 from hf_posenc.schemes.families.block_rotary import find_planes, plane_generators, rotate, rotate_blocks
 
@@ -318,32 +316,6 @@ def test_only_differences_of_coordinates_count(name: str, size: int, axes: int) 
     assert not any("shift" in text for text in scheme.facts(native_kept=False).cautions)
 
 
-# -- parameters --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [2, 8])
-def test_official_starts_have_the_official_spread(size: int) -> None:
-    torch.manual_seed(0)
-    shape = geometry(8, head_dim=64)
-    raw = build("liere", shape, block_size=size, axes=2, init="official").generator_raw_params.detach()
-    assert raw.min() >= 0
-    assert raw.max() < 2 * math.pi
-    assert float(raw.mean()) == pytest.approx(math.pi, rel=0.1)
-    for name in ("comrope_ap", "comrope_ld"):
-        scheme = build(name, shape, block_size=size, axes=2, init="official")
-        assert float(scheme.freqs.detach().std()) == pytest.approx(1, rel=0.1)
-        assert not scheme.facts(native_kept=True).exact
-
-
-@every_scheme
-@pytest.mark.parametrize(("axes", "tokens", "unit"), [(1, 32, 32), (1, None, 1), (2, 65, 8), (2, 197, 14)], ids=str)
-def test_the_unit_is_how_far_the_model_was_trained(name: str, axes: int, tokens: int | None, unit: float) -> None:
-    # The length of a text; the side of a grid of patches next to a class token.
-    assert build(name, geometry(max_positions=tokens, axes=axes)).unit == unit
-    scheme = build(name, geometry(max_positions=tokens, axes=axes), unit=7.0)
-    assert (scheme.axes, scheme.options()["unit"]) == (axes, 7.0)
-
-
 # -- a plain rotation in another basis ---------------------------------------------------------------------------------
 
 
@@ -376,34 +348,3 @@ def check_plain_rotation(scheme: Scheme, rotation: Rotation) -> None:
     u, w = (q @ rotation.basis.mT).chunk(2, dim=-1)
     turned = torch.cat((u * angles.cos() - w * angles.sin(), w * angles.cos() + u * angles.sin()), dim=-1)
     torch.testing.assert_close(got, turned @ torch.nn.functional.normalize(rotation.basis, dim=-1), rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("native", [True, False])
-def test_the_spectrum_has_channels_left_over(native: bool) -> None:
-    frequencies = 100.0 ** -(torch.arange(11) / 11) if native else None
-    shape = geometry(4, 2, head_dim=22 if native else 26, inv_freq=frequencies)
-    scheme = moved(build("liere", shape, block_size=8), 1.0)
-    check_plain_rotation(scheme, scheme.stock_equivalent())
-    partial = geometry(4, 2, head_dim=26, inv_freq=frequencies)
-    check_plain_rotation(scheme := moved(build("liere", partial, block_size=8), 1.0), scheme.stock_equivalent())
-    with pytest.raises(ExportError, match="leaves one of 27 channels without a partner"):
-        build("liere", geometry(head_dim=27)).stock_equivalent()
-
-
-# -- options -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "head_dim", "axes", "size"),
-    [
-        *((name, 64, 1, 8) for name in SCHEMES),
-        ("comrope_ap", 24, 2, 6),
-        ("comrope_ap", 20, 1, 4),
-        ("comrope_ld", 24, 2, 8),
-        ("comrope_ld", 6, 1, 6),
-        ("liere", 20, 2, 8),
-        ("liere", 7, 1, 6),
-    ],
-)
-def test_the_block_size_is_8_where_it_fits(name: str, head_dim: int, axes: int, size: int) -> None:
-    assert build(name, geometry(head_dim=head_dim), axes=axes).options()["block_size"] == size

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import math
 from typing import Any
 
@@ -98,34 +96,3 @@ def test_cape_is_its_equations(options: dict[str, str], direction: str) -> None:
     hidden = torch.nn.functional.leaky_relu(x.movedim(1, -1) @ first.T + first_bias, 0.01)
     f = (hidden @ second.T + second_bias).movedim(-1, 1)
     near("logits", logits_of(scheme, a, places, places), (a if options["form"] == "add" else a + b) + f, 1e-12)
-
-
-# -- what follows ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", CHOICES[:4] + CHOICES[-1:], ids=lambda given: "-".join(given.values()))
-def test_a_mask_in_one_head_does_not_reach_the_others(options: dict[str, str]) -> None:
-    scheme = moved(build("cape", geometry("bidirectional"), **options), 0.3).double()
-    q, k, v = (randn(1, 4, 6, 8, seed=n) for n in range(3))
-    places = torch.arange(6)[None]
-    at = {"query_positions": places, "key_positions": places}
-    plain = attend(scheme, q, k, v, **at)
-    hidden = torch.zeros(1, 4, 6, 6, dtype=torch.float64)
-    hidden[:, 1, :, 2] = float("-inf")
-    for mask, executor in itertools.product((hidden, hidden == 0), EXECUTORS):
-        got = attend(scheme, q, k, v, mask=mask, executor=executor, **at)
-        torch.testing.assert_close(got[:, [0, 2, 3]], plain[:, [0, 2, 3]], rtol=0, atol=1e-12)
-        assert (got[:, 1] - plain[:, 1]).abs().max() > 1e-3
-
-
-def test_far_distances_enter_the_network_in_float32() -> None:
-    # ALiBi at distance 4,095, slope 1/4: no bfloat16 number.
-    scheme = moved(build("cape", geometry(), base="alibi"), 0.3)
-    query, key = torch.tensor([4095]), torch.tensor([0, 1, 2, 3])
-    given = torch.zeros(1, 4, 1, 4)
-    want = logits_of(copy.deepcopy(scheme).double(), given.double(), query, key)
-    for autocast in (False, True):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            got = logits_of(scheme, given, query, key)
-        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-3)
-    assert torch.equal(logits_of(scheme.to(torch.bfloat16), given, query, key), got)

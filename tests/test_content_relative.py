@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from models import ARCHITECTURES, logits, moved, new_parameters, stock, tokens
 from official import about, golden, load, near, randn
 from torch import Tensor
@@ -29,7 +26,6 @@ STATED = {name: about(name)["atol"] for name in NAMES}
 # The goldens are float64; float32 rounds sums of 8 products of numbers of size 1.
 FLOAT32 = 2e-6
 EXECUTORS = ("dense", "blocks")
-few_examples = settings(max_examples=5, deadline=None, derandomize=True)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 
 
@@ -90,19 +86,6 @@ def test_shaw_is_the_official_code(case: str, dtype: torch.dtype) -> None:
     load(scheme, {name: values[name] for name in ("rel_k", "rel_v")})
     rows = slice(9, 11) if "offset" in case else slice(None)
     check_golden("shaw", case, scheme, tuple(values[name].to(dtype) for name in "qkv"), rows=rows)
-
-
-def test_shaw_adds_to_values_in_float32() -> None:
-    scheme = build("shaw", geometry(heads=1, kv_heads=1, head_dim=4), max_distance=1)
-    with torch.no_grad():  # the rows of distance 1 and more, and of distance 0
-        scheme.rel_v[0], scheme.rel_v[1] = 1 + 2**-9, -1.0  # the first is no bfloat16 number
-    q, k = torch.zeros(1, 1, 1, 4).bfloat16(), torch.zeros(1, 1, 2, 4).bfloat16()
-    got = attend(scheme, q, k, k, query_positions=torch.tensor([[1]]), key_positions=torch.arange(2)[None])
-    assert torch.equal(got, torch.full((1, 1, 1, 4), 2**-10).bfloat16())
-    # 1 / 1,024 added 1,024 times, where a sum in bfloat16 would stop at a half.
-    k = torch.zeros(1, 1, 1024, 4).bfloat16()
-    got = attend(scheme, q, k, k, query_positions=torch.tensor([[5000]]), key_positions=torch.arange(1024)[None])
-    assert torch.equal(got, torch.ones(1, 1, 1, 4).bfloat16())
 
 
 # -- DeBERTa -----------------------------------------------------------------------------------------------------------
@@ -191,43 +174,6 @@ def test_transformer_xl_is_the_official_code(
     assert ("positions_by_distance" in made) == (way == "table" or (way == "chosen" and rows == slice(None)))
 
 
-@pytest.mark.parametrize("direction", ["causal", "bidir"])
-@pytest.mark.parametrize("clamp_len", [None, 1, 6, 50])
-@given(seed=st.integers(0, 99), gaps=st.integers(1, 30), width=st.sampled_from([24, 11]))
-@few_examples
-def test_transformer_xl_both_ways_agree(
-    direction: str, clamp_len: int | None, seed: int, gaps: int, width: int
-) -> None:
-    shape = geometry(direction, heads=4, kv_heads=2, hidden_size=width)
-    scheme = moved(build("transformer_xl", shape, clamp_len=clamp_len), 0.3, seed=seed).double()
-    q, k, v = (randn(2, n, 9, 8, seed=seed + n).requires_grad_() for n in (4, 2, 2))
-    steps = torch.randint(0, gaps + 1, (2, 9), generator=torch.Generator().manual_seed(seed))
-    at = {"query_positions": steps.cumsum(-1), "key_positions": steps.cumsum(-1)}
-    leaves = (q, k, v, *scheme.parameters())
-    upstream = randn(2, 4, 9, 8, seed=5)
-    results = []
-    for way, executor in itertools.product((False, True), EXECUTORS):
-        with pytest.MonkeyPatch.context() as patch:
-            backwards(patch, way)
-            output = attend(scheme, q, k, v, executor=executor, **at)
-            results.append([output.detach(), *torch.autograd.grad((output * upstream).sum(), leaves)])
-    for result in results[1:]:
-        for got, want in zip(result, results[0], strict=True):
-            near("ways", got, want, 1e-10)
-
-
-def test_transformer_xl_reads_no_tensor_in_a_step_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(tensor: Tensor) -> int:
-        raise AssertionError("a GPU would wait here")
-
-    scheme = build("transformer_xl", geometry())
-    places, q = Positions(torch.tensor([[4095]]), torch.tensor([[4095]])), torch.zeros(1, 3, 1, 8)
-    monkeypatch.setattr(Tensor, "__int__", read)
-    assert len(scheme.project(Tokens(positions=places, common=scheme.common), q, q, q).tables) == 2
-    with pytest.raises(AssertionError, match="a GPU would wait here"):
-        scheme.project(Tokens(positions=places, common=scheme.common), q.expand(-1, -1, 8, -1), q, q)
-
-
 def test_transformer_xl_far_positions_in_float32() -> None:
     """Angles at position 1,000,000 need more than float32; sums of products of sines do not."""
     scheme = moved(build("transformer_xl", geometry(), init="zero"), 0.3)
@@ -239,49 +185,7 @@ def test_transformer_xl_far_positions_in_float32() -> None:
     near("far", got, want, 3e-5)
 
 
-# -- all three ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("p2c", [True, False])
-def test_an_exact_start_beside_biased_projections(p2c: bool) -> None:
-    """What `share_bias` says: a position key that is a bias moves no weight, a position query that is one does."""
-    options = {"init": "zero", "share_att_key": True, "share_bias": True, "p2c": p2c, "max_distance": 4}
-    scheme = build("disentangled", geometry("bidir"), **options).double()
-    q, k, v = (randn(1, 3, 9, 8, seed=n) for n in range(3))
-    places = torch.arange(9)[None]
-    at = {"query_positions": places, "key_positions": places}
-
-    def host(x: Tensor) -> tuple[Tensor, Tensor]:
-        ones = torch.ones(1, 3, x.shape[1], 8, dtype=torch.float64)
-        return ones, ones
-
-    moved = attend(scheme, q, k, v, host=host, **at) - attend(build("nope", geometry("bidir")), q, k, v, **at)
-    assert (moved.abs().max() < 1e-12) == scheme.facts(native_kept=True).exact == (not p2c)
-
-
 # -- in models ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_what_layers_share_is_there_once_per_stack(architecture: str) -> None:
-    config = stock(architecture).config
-    layers, stacks = config.num_hidden_layers, 1
-    if architecture == "t5":
-        layers, stacks = config.num_layers + config.num_decoder_layers, 2
-
-    def count(name: str, **options: Any) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for key in new_parameters(hf_posenc.patch(stock(architecture), name, **options)):
-            last = key.rpartition(".")[2] if "proj" not in key and "r_net" not in key else key.split(".")[-2]
-            found[last] = found.get(last, 0) + 1
-        return found
-
-    assert count("shaw") == {"rel_k": layers, "rel_v": layers}
-    both = {"pos_key_proj": 2 * layers, "pos_query_proj": 2 * layers}
-    assert count("disentangled", max_distance=9) == {"rel_embeddings": stacks, **both}
-    assert count("disentangled", max_distance=9, share_att_key=True) == {"rel_embeddings": stacks}
-    assert count("transformer_xl") == {"r_w_bias": stacks, "r_r_bias": stacks, "r_net": layers}
-    assert count("transformer_xl", untie=True) == {"r_w_bias": layers, "r_r_bias": layers, "r_net": layers}
 
 
 MOVED: list[tuple[str, dict[str, Any]]] = [

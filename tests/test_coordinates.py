@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from models import CACHE, SAME, inputs, loss, new_parameters, stock, tokens
-from packaging.version import Version
 from tiny import HEADS, call, first_output, make
 from tiny import config as small
 from torch import Tensor
@@ -18,7 +16,6 @@ from transformers import PreTrainedModel
 import hf_posenc
 from hf_posenc.coordinates import grid, join, stack
 from hf_posenc.errors import PositionError
-from hf_posenc.patches.models import continued
 
 LANGUAGES = ("llama", "gpt2", "t5")
 
@@ -61,14 +58,6 @@ def test_stack_pads_like_a_tokenizer() -> None:
         stack([grid(1, 1), join(1, axes=3)])
     with pytest.raises(PositionError, match="expected 'left' or 'right'"):
         stack(parts, padding_side="top")
-
-
-def test_generated_tokens_follow_the_largest_real_coordinate() -> None:
-    prompt = torch.tensor([[[9.0, 9.0], [-3.0, -2.0]], [[0.0, 2.0], [1.0, 1.0]], [[7.0, 7.0], [7.0, 7.0]]])
-    mask = torch.tensor([[0, 1, 1, 1, 1], [1] * 5, [0, 0, 1, 1, 1]])
-    got = continued(prompt, mask, 2, 3)
-    assert got[..., 0].tolist() == [[-1, 0, 1], [3, 4, 5], [0, 1, 2]]
-    assert torch.equal(got[..., 0], got[..., 1])
 
 
 # -- forward -----------------------------------------------------------------------------------------------------------
@@ -155,16 +144,6 @@ def test_gradient_checkpointing_sees_the_same_coordinates(architecture: str) -> 
     model.zero_grad()
     loss(model, architecture, ids).backward()
     assert any((p.grad - plain[name]).abs().max() > 1e-5 for name, p in new_parameters(model).items())
-
-
-def test_layers_that_accelerate_moves_get_the_coordinates() -> None:
-    from accelerate import cpu_offload
-
-    model, ids, coords = two_dimensional("llama"), tokens("llama", 2, 9), join(1, grid(2, 3), 2)
-    with torch.no_grad():
-        before = model(ids, position_coords=coords).logits
-        cpu_offload(model, execution_device=torch.device("cpu"))
-        assert torch.equal(model(ids, position_coords=coords).logits, before)
 
 
 @pytest.mark.parametrize(
@@ -280,37 +259,6 @@ def test_left_padded_rows_equal_each_row_alone(architecture: str) -> None:
     assert torch.equal(model.generate(**batch, use_cache=False), got)
     alone = {**settings, "inputs": ids[:1, pad:], "attention_mask": mask[:1, pad:], "position_coords": short}
     assert torch.equal(got[:1, -NEW:], model.generate(**alone)[:, -NEW:])
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_prompts_may_be_embeddings_or_continue_a_cache(architecture: str) -> None:
-    model, settings = two_dimensional(architecture), prompt_of(architecture)
-    plain = model.generate(**settings)
-    ids = settings.pop("inputs")
-    embedded = model.generate(**settings, inputs_embeds=model.get_input_embeddings()(ids))
-    assert torch.equal(embedded, plain[:, -NEW:])
-    with torch.no_grad():
-        cache = model(ids[:, :5], position_coords=COORDS[:, :5], use_cache=True)[CACHE]
-    assert torch.equal(model.generate(ids, **{CACHE: cache}, **settings), plain)
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_only_the_new_tokens_may_follow_a_cache_with_padding(architecture: str) -> None:
-    model, settings = two_dimensional(architecture), prompt_of(architecture)
-    ids, mask = settings.pop("inputs"), settings.pop("attention_mask")
-    ids[0, :4] = 0
-    mask[0, :4] = 0
-    # The largest coordinate is that of the first token after those in the cache.
-    coords = torch.cat((join(6, axes=2), join(6, axes=2)[:, 1:].flip(1) + 20), 1)
-    plain = model.generate(ids, attention_mask=mask, **{**settings, "position_coords": coords})
-    # Before that version, transformers cut the mask of chunks as if there were no cache.
-    chunked = [{"prefill_chunk_size": 2}] if Version(transformers.__version__) >= Version("5.23") else []
-    for chunks in ({}, *chunked):
-        with torch.no_grad():
-            cache = model(ids[:, :6], attention_mask=mask[:, :6], position_coords=coords[:, :6])[CACHE]
-        rest = {**settings, "position_coords": coords[:, 6:], CACHE: cache, **chunks}
-        got = model.generate(ids[:, 6:], attention_mask=mask, **rest)
-        assert torch.equal(got[:, 5:], plain[:, -NEW:])
 
 
 def test_attend_refuses_coordinates_that_do_not_fit() -> None:

@@ -18,7 +18,7 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaModel, StaticCac
 import hf_posenc
 from hf_posenc import Geometry, Positions, Scheme, attend, build
 from hf_posenc.attention import executors
-from hf_posenc.operands import Block, Tokens
+from hf_posenc.operands import Tokens
 
 few_examples = settings(max_examples=10, deadline=None, derandomize=True)
 SUMS = "log_forget_sums"
@@ -340,18 +340,6 @@ def test_gates_that_forget_everything() -> None:
         assert gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_token_sees_itself_without_any_penalty(causal: bool) -> None:
-    """To the last bit: the difference of the sums is taken before a logit, thousands of times smaller, is added."""
-    scheme, places = reads_gates(causal=causal).float(), Positions(count(64), count(64))
-    x = torch.zeros(1, HEADS, 64, HEAD_DIM)
-    hidden = -300 - torch.rand(1, 64, scheme.fgate_proj.in_features)
-    made = scheme.project(Tokens(positions=places, hidden=hidden), x, x, x)
-    logits = torch.randn(1, HEADS, 64, 64)
-    got = scheme.score(logits, x, x, Block(places, reach=63, state=made.state, own=made.state))
-    assert torch.equal(got.diagonal(dim1=2, dim2=3), logits.diagonal(dim1=2, dim2=3))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_are_float32_whatever_the_model_is(dtype: torch.dtype) -> None:
     shape = Geometry(heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, hidden_size=32)
@@ -368,71 +356,3 @@ def test_sums_are_float32_whatever_the_model_is(dtype: torch.dtype) -> None:
     assert exact.min() < -2500
     # Half the spacing of float32 at 4,000, and the rounding of the logits.
     torch.testing.assert_close(half.double(), exact, rtol=0, atol=5e-4)
-
-
-# -- where it starts ---------------------------------------------------------------------------------------------------
-
-
-def geometry(**changes) -> Geometry:
-    shape = {"heads": HEADS, "kv_heads": 2, "head_dim": HEAD_DIM, "hidden_size": 32, "max_positions": 50}
-    return Geometry(**{**shape, **changes})
-
-
-def log_gates_of(scheme: Scheme) -> Tensor:
-    """What the gates of random tokens are at the start, float64 `[B, S, gates]`."""
-    x = torch.zeros(2, 2, 9, HEAD_DIM, dtype=torch.float64)
-    tokens = Tokens(positions=Positions(count(9), count(9)), hidden=torch.randn(2, 9, 32))
-    sums = scheme.double().project(tokens, x, x, x).state[SUMS]
-    return sums.diff(dim=1, prepend=torch.zeros_like(sums[:, :1]))
-
-
-@pytest.mark.parametrize("gate", ["full", "bias_only", "fixed"])
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_horizon(gate: str, causal: bool) -> None:
-    for shape, options, horizon in (
-        (geometry(causal=causal), {}, 500.0),
-        (geometry(causal=causal), {"horizon": 77}, 77),
-        (geometry(causal=causal), {"horizon": 1e-3}, 1e-3),
-        (geometry(causal=causal), {"horizon": 1e9}, 1e9),
-        (geometry(causal=causal, max_positions=None), {}, 20480.0),
-    ):
-        scheme = build("fox", shape, forget_gate=gate, init="horizon", **options)
-        assert scheme.options()["horizon"] == horizon
-        got = log_gates_of(scheme)
-        torch.testing.assert_close(got, torch.full_like(got, -1 / horizon), rtol=1e-5, atol=0)
-        assert scheme.facts(native_kept=True).start == (shape.max_positions or 2048) / horizon
-        assert scheme.facts(native_kept=False).start is None
-        assert not scheme.facts(native_kept=True).exact
-
-
-def test_the_official_start() -> None:
-    scheme = build("fox", geometry(hidden_size=4096), init="official")
-    assert scheme.fgate_proj.weight.std().item() == pytest.approx(0.02, rel=0.05)
-    assert not scheme.fgate_proj.bias.any()
-    assert scheme.facts(native_kept=True).start is None
-    for gate in ("full", "bias_only", "fixed"):
-        options = build("fox", geometry(max_positions=8192), forget_gate=gate).options()
-        assert (options["init"], options["decay_time_min"], options["decay_time_max"]) == ("timescale", 64.0, 8192.0)
-    assert not build("fox", geometry(), forget_gate="bias_only", init="official").fgate_bias.any()
-
-
-def test_the_start_of_fox_pro() -> None:
-    scheme = build("fox_pro", geometry(hidden_size=4096))
-    for linear in (scheme.k_shift_proj, scheme.v_shift_proj, scheme.ogate_proj):
-        assert linear.weight.std().item() == pytest.approx(0.02, rel=0.05)
-        assert linear.bias is None
-    for norm in (scheme.q_norm, scheme.k_norm, scheme.o_norm):
-        assert torch.equal(norm.weight, torch.ones_like(norm.weight))
-    # A model that does not scale its logits: norms must not make them larger than those of the official code.
-    unscaled = build("fox_pro", geometry(scale=1.0))
-    torch.testing.assert_close(unscaled.q_norm.weight, torch.full((HEADS * HEAD_DIM,), HEAD_DIM**-0.5))
-    assert hf_posenc.schemes()["fox_pro"].start == "break"
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_the_output_gate_is_computed_in_the_models_dtype(dtype: torch.dtype) -> None:
-    """Its weights, as many as those of the layer's own projections, stay in float32; products of them would be slow."""
-    scheme, seen = build("fox_pro", geometry()), []
-    scheme.ogate_proj.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    output = scheme.finish(torch.randn(1, HEADS, 3, HEAD_DIM, dtype=dtype), torch.randn(1, 3, WIDTH, dtype=dtype))
-    assert seen == [output.dtype] == [dtype]

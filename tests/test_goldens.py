@@ -166,12 +166,6 @@ def test_alibi_slopes(heads: int) -> None:
     torch.testing.assert_close(got[:, 0, 0], want, rtol=0, atol=about("alibi")["atol"])
 
 
-def test_learned_alibi_slopes_start_from_the_context() -> None:
-    for context, times in ((8192, [2.0, 128.0, 8192.0]), (128, [2.0, 16.0, 128.0]), (None, [2.0, 64.0, 2048.0])):
-        scheme = build("alibi", geometry(3, max_positions=context), learned_slopes=True)
-        torch.testing.assert_close((-scheme.log_slopes).exp().tolist(), times, rtol=1e-5, atol=0)
-
-
 # -- nope, learned, sinusoidal -----------------------------------------------------------------------------------------
 
 
@@ -254,12 +248,6 @@ def test_kerple_gradient_passes_through_the_bounds(kernel: str) -> None:
         parameter = scheme.get_parameter(name)
         torch.testing.assert_close(parameter.grad, values[f"{kernel}.grad_{name}"], rtol=0, atol=atol)
         assert torch.equal(parameter, value)  # the official code overwrites it
-
-
-def test_kerple_exponents_start_slow() -> None:
-    for kernel, init, most in (("power", "slow", 0.5), ("power", "official", 2.0), ("log", "slow", 2.0)):
-        drawn = build("kerple", geometry(256), kernel=kernel, init=init).bias_p
-        assert 0.9 * most < drawn.max() <= most
 
 
 def test_kerple_three_parameters() -> None:
@@ -410,17 +398,6 @@ def test_rope_with_the_frequencies_of_a_length(name: str, frequencies: str) -> N
     angles = positions[0, :, None] * torch.cat((given, given))
     for got, want in zip(unit_rotation(scheme, positions, torch.float64), (angles.cos(), angles.sin()), strict=True):
         torch.testing.assert_close(got, want * scheme.geometry.rotary_scaling, rtol=0, atol=1e-12)
-
-
-def test_a_given_theta_replaces_the_models_frequencies_and_their_scaling() -> None:
-    values = golden("rope_types")
-    given = {"inv_freq": values["yarn.inv_freq"], "rotary_scaling": values["yarn.attention_scaling"].item()}
-    scheme = build("rope", geometry(1, head_dim=64, **given), theta=10000.0)
-    positions = values["default.positions"]
-    near = positions[0] <= FAR
-    for got, part in zip(unit_rotation(scheme, positions), ("cos", "sin"), strict=True):
-        want = values[f"default.{part}"][0]
-        torch.testing.assert_close(got[near], want[near], rtol=0, atol=ROPE_TYPES_ATOL)
 
 
 # -- grape_a -----------------------------------------------------------------------------------------------------------

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from grid import once
-from models import moved
 from official import about, golden
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -18,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import hf_posenc
 from hf_posenc import Geometry, Positions, Scheme, attend, build
 from hf_posenc.errors import OptionError
-from hf_posenc.operands import Block, Tokens
+from hf_posenc.operands import Tokens
 from hf_posenc.ops import rotate_neighbours
 
 PRECISE = [torch.float64, torch.float32]
@@ -68,21 +65,6 @@ def test_rope2d_is_the_official_one(kind: str, place: str, dtype: torch.dtype) -
         torch.testing.assert_close(got[0] @ got[1].mT, values[f"{place}.logits"], rtol=0, atol=16 * atol)
 
 
-def test_rope2d_mixed_official_start_has_the_official_distribution() -> None:
-    official = golden("rope2d_mixed")["freqs"]
-    torch.manual_seed(0)
-    drawn = torch.stack([build("rope2d", geometry(heads=4), init="official").freqs.detach() for _ in range(64)])
-    torch.testing.assert_close(drawn.norm(dim=1)[0], official.norm(dim=0))  # the lengths are fixed
-    first, second = drawn.chunk(2, dim=-1)
-    # The two halves of a head are at right angles, as the official ones are, and turned the same way.
-    for one, other in ((first, second), tuple(part[None] for part in official.chunk(2, dim=-1))):
-        torch.testing.assert_close(one[:, 0], other[:, 1], atol=1e-6, rtol=0)
-        torch.testing.assert_close(one[:, 1], -other[:, 0], atol=1e-6, rtol=0)
-    angles = torch.atan2(first[:, 1, :, 0], first[:, 0, :, 0])
-    assert angles.mean().abs() < 0.4
-    assert angles.std() == pytest.approx(2 * math.pi / 12**0.5, abs=0.2)  # uniform in a circle
-
-
 def test_rope2d_axial_gives_the_models_frequencies_to_the_axes_in_turn() -> None:
     frequencies = torch.tensor([1.0, 0.5, 0.25, 0.125])
     scheme = build("rope2d", geometry(head_dim=8, inv_freq=frequencies), kind="axial")
@@ -91,17 +73,6 @@ def test_rope2d_axial_gives_the_models_frequencies_to_the_axes_in_turn() -> None
     got, _ = rotated(scheme, x, x, torch.zeros(1, dtype=torch.long), torch.tensor([[3.0, 10.0]]).double())
     angles = torch.tensor([3.0, 5.0, 0.75, 1.25]).double()
     torch.testing.assert_close(got[0, 0, 0], torch.cat((angles.cos(), angles.sin())))
-
-
-def test_rope2d_learned_frequencies_count_in_units() -> None:
-    q, k = random_qk()
-    one, many = (build("rope2d", geometry(max_positions=50), init="official", **u) for u in ({"unit": 1.0}, {}))
-    assert many.unit == 50
-    with torch.no_grad():
-        many.freqs.copy_(50 * one.freqs)
-    got, want = (rotated(scheme, q, k, torch.arange(9))[0] for scheme in (many, one))
-    torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
-    assert build("rope2d", geometry(max_positions=50, axes=2)).unit == 1
 
 
 def test_rope2d_adds_learned_frequencies_of_each_kv_head_to_the_models() -> None:
@@ -115,23 +86,6 @@ def test_rope2d_adds_learned_frequencies_of_each_kv_head_to_the_models() -> None
     for head in range(4):
         angles = 3 * (frequencies + learned[0, head // 2]) + 7 * learned[1, head // 2]
         torch.testing.assert_close(got[0, head, 0].float(), torch.cat((angles.cos(), angles.sin())))
-
-
-@pytest.mark.parametrize(
-    "options", [{"kind": "axial"}, {"kind": "axial", "init": "official"}, {}, {"init": "official"}]
-)
-def test_rope2d_sees_differences_of_coordinates_only(options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    scheme = moved(build("rope2d", geometry(inv_freq=1e4 ** -(torch.arange(8) / 8)), **options), 1.0).double()
-    q, k = random_qk()
-    coords = 40 * torch.rand(9, 2, dtype=torch.float64)
-    logits = []
-    for shift in (torch.zeros(2), torch.tensor([0.3, -70.0])):
-        turned = rotated(scheme, q, k, torch.arange(9), coords + shift)
-        logits.append(turned[0] @ turned[1].mT)
-    torch.testing.assert_close(logits[0], logits[1], atol=1e-11, rtol=0)
-    other = rotated(scheme, q, k, torch.arange(9), coords.flip(-1))
-    assert (other[0] @ other[1].mT - logits[0]).abs().max() > 0.1, "the axes are not told apart"
 
 
 # -- fope --------------------------------------------------------------------------------------------------------------
@@ -159,18 +113,6 @@ def test_fope_is_the_official_one(case: str, place: str, pad: str, dtype: torch.
         torch.testing.assert_close(value.double(), values[f"{case}.{place}.{pad}.{name}"], rtol=0, atol=atol)
     if dtype == torch.float64:
         torch.testing.assert_close(got[0] @ got[1].mT, values[f"{case}.{place}.{pad}.logits"], rtol=0, atol=1e-11)
-
-
-def test_fope_official_start_has_the_official_spread() -> None:
-    torch.manual_seed(0)
-    scheme = build(
-        "fope", geometry(heads=32, head_dim=128), official_layout=True, clip=True, sigma=0.3, max_length=2048
-    )
-    groups, inputs, pairs = scheme.sin_coef.shape
-    assert pairs == 32
-    for coefficients in (scheme.sin_coef, scheme.cos_coef):
-        # Three dimensions count as a convolution's: inputs and outputs are both multiplied by the last.
-        assert coefficients.std().item() == pytest.approx(0.3 * math.sqrt(2 / ((inputs + groups) * pairs)), rel=0.05)
 
 
 FREQUENCIES = 1e4 ** -(torch.arange(8) / 8)
@@ -201,20 +143,6 @@ def test_fope_annealing_ends_at_the_whole_scheme_and_is_saved() -> None:
         whole.anneal_to(0.5)
 
 
-def test_fope_pairs_without_frequency_pass() -> None:
-    scheme = fope(sigma=0.3, clip=True, max_length=100)
-    for options in ({"sigma": 0.3}, {"clip": True, "max_length": 100}, {"init": "zero"}):
-        assert not fope(**options).facts(native_kept=False).exact
-    assert fope(clip=True, max_length=10**6).facts(native_kept=False).exact
-    kept = int((2 * math.pi / 100 <= FREQUENCIES).sum())
-    assert scheme.sin_coef.shape == (2, kept, kept)
-    q, k = random_qk(kv_heads=2)
-    got, _ = rotated(scheme, q, k, torch.arange(9) * 17)
-    for first in (kept, 8 + kept):
-        torch.testing.assert_close(got[..., first : first + 8 - kept], 1.25 * q[..., first : first + 8 - kept])
-    assert (got[..., :kept] - 1.25 * q[..., :kept]).abs().amax(dim=(0, 2)).min() > 0.01
-
-
 def test_fope_mixes_all_frequencies_into_every_pair() -> None:
     scheme = fope().double()
     with torch.no_grad():
@@ -232,20 +160,6 @@ def test_fope_mixes_all_frequencies_into_every_pair() -> None:
             weights = torch.eye(8) + coefficients.detach()[head // 2]
             want = torch.stack([(function(angles) * weights[:, pair]).sum() for pair in range(8)])
             torch.testing.assert_close(part, 1.25 * want)
-
-
-def test_fope_zero_start_has_a_constant_term_that_can_be_unlearned() -> None:
-    scheme = fope(init="zero")
-    changing = build("fope", geometry(inv_freq=FREQUENCIES, rotary_limit=50), init="zero")
-    assert "beyond 50 tokens" in "".join(changing.facts(native_kept=True).cautions)
-    q, k = random_qk(kv_heads=2)
-    assert torch.equal(rotated(scheme, q, k, torch.arange(9))[0], q)
-    with torch.no_grad():
-        scheme.cos_coef[:, 0].fill_(-1.0)
-        scheme.cos_coef[:, 1:] = torch.eye(8)
-        scheme.sin_coef[:, 1:] = torch.eye(8)
-    rope = build("rope", geometry(kv_heads=2, inv_freq=FREQUENCIES))
-    torch.testing.assert_close(rotated(scheme, q, k, torch.arange(9))[0], rotated(rope, q, k, torch.arange(9))[0])
 
 
 @pytest.mark.parametrize("part", [slice(0, 6), slice(1, 7)], ids=["odd strides", "odd offset"])
@@ -381,16 +295,6 @@ def test_xpos_by_blocks_sees_two_of_them(executor: str) -> None:
     assert not build("xpos", geometry(), block_length=2, gate=True).facts(native_kept=True).exact
 
 
-def test_xpos_leaves_nothing_ahead_of_a_query() -> None:
-    """What fades behind a query grows ahead of it; a mask that is added in half precision would not hide that."""
-    scheme, (q, k) = build("xpos", geometry()), random_qk()
-    positions = torch.arange(9)[None] * 1000
-    block = Block(Positions(positions, positions), reach=8000)
-    logits = scheme.score(q @ k.mT, q, k, block)
-    assert not logits.triu(1).any()
-    assert logits.tril().any()
-
-
 # -- rope on all rope types --------------------------------------------------------------------------------------------
 
 LONG = 131_072
@@ -503,12 +407,6 @@ def test_the_long_frequencies_of_longrope_can_be_frozen() -> None:
     for kind, options in (("dynamic", {}), ("default", {}), ("longrope", {"theta": 500.0})):
         with pytest.raises(OptionError, match="freeze='long': expected 'short', unless the model has a second set"):
             hf_posenc.plan(small_llama(kind, 2048), "rope", freeze="long", **options)
-
-
-def test_frozen_frequencies_survive_saving(tmp_path: Path) -> None:
-    model = hf_posenc.patch(small_llama("longrope", 2048), "rope", freeze="long")
-    model.save_pretrained(tmp_path)
-    assert torch.equal(logits_at(type(model).from_pretrained(tmp_path), 5_000), logits_at(model, 5_000))
 
 
 @pytest.mark.parametrize("scheme", ["rope", "xpos", "rope2d", "fope"])

@@ -75,13 +75,3 @@ def test_layers_without_a_scheme_take_no_part(architecture: str) -> None:
     before = logits(model, architecture, ids)
     hf_posenc.drop_native(model)
     torch.testing.assert_close(logits(model, architecture, ids), before, **SAME)
-
-
-def test_patching_again_starts_at_full_strength() -> None:
-    model = hf_posenc.patch(stock("llama"), "alibi", native="keep", gate=False)
-    hf_posenc.set_strength(model, native=0.5, scheme=0.5)
-    hf_posenc.patch(model, "alibi", native="keep", gate=False)
-    ids = tokens("llama", 1, 9)
-    fresh = hf_posenc.patch(stock("llama"), "alibi", native="keep", gate=False)
-    assert torch.equal(logits(model, "llama", ids), logits(fresh, "llama", ids))
-    assert model.config.posenc == fresh.config.posenc
