@@ -105,7 +105,6 @@ def take_over(model: Any) -> None:
     patch(model, "fire").model.layers[1].forward = lambda hidden, *args, **kwargs: hidden
 
 
-LAYERS = 4
 alibi, gpt2_alibi, t5_alibi = patched(llama, "alibi"), patched(gpt2, "alibi"), patched(t5, "alibi")
 gpt2_keeping = patched(gpt2, "alibi", native="keep")
 
@@ -161,18 +160,6 @@ def take_too_much_back(model: Any) -> None:
     cache.crop(-3)
 
 
-def run_with(**changes: Any) -> Act:
-    """Call it while its config is changed."""
-
-    def act(model: Any) -> None:
-        with pytest.MonkeyPatch.context() as patcher:
-            for name, value in changes.items():
-                patcher.setattr(model.config, name, value, raising=False)
-            model(IDS)
-
-    return act
-
-
 def half_way(model: Any) -> None:
     patch(model, "alibi", native="keep", layers=[0])
     hf_posenc.set_strength(model, native=0.25)
@@ -214,14 +201,10 @@ INSIDE = "the LlamaModel inside of a patched model"
 TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] = {
     errors.UnknownSchemeError: [
         (llama, to("alibbi"), "no scheme 'alibbi' ... Did you mean 'alibi' ... kerple"),
-        (None, lambda _: hf_posenc.describe("sandwhich"), "no scheme 'sandwhich' ... Did you mean 'sandwich'"),
     ],
     errors.OptionError: [
-        (llama, to("fire", thresold=3.0), "no option 'thresold' ... Did you mean 'threshold'"),
-        (llama, to("nope", base=2.0), "nope has no option 'base' ... Known: none"),
         (None, lambda _: build("sinusoidal", replace(GEOMETRY, embedding_rms=float("nan"))),
             "scale=None ... the model's token embeddings hold NaN"),
-        (t5, to("t5_clipped", init="native", max_distance=3), "init='native' ... max_distance"),
         (llama, to("alibi", native="drop"), "native='drop' ... 'remove' ... 'keep'"),
         (None, attending("alibi"), "hf_posenc.build ... 'alibi'"),
         (None, lambda _: hf_posenc.register_architecture(type(architectures()["llama"])()),
@@ -266,20 +249,14 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
         (lambda: DistributedDataParallel(llama()), to("alibi"), "inside DistributedDataParallel ... then wrap it"),
         (altered(lambda m: shard(m.model.layers[1])), to("alibi"), "sharded with FSDP ... then wrap it"),
         (lambda: torch.compile(llama(), backend="eager"), to("alibi"), "torch.compile ... then wrap it"),
-        (altered(lambda m: m.model.layers[1].compile(backend="eager")), to("alibi"),
-            "model.layers.1 is compiled ... then wrap it"),
     ],
     errors.LayerSelectionError: [
         (llama, to("alibi", layers=[]), "layers=[] ... matches none of the 4 layers"),
         (llama, to("alibi", layers="0:99"), "99 is out of range ... 4 layers"),
-        (llama, to("alibi", layers=slice(0, 99)), "99 is out of range ... 4 layers"),
         (llama, to("alibi", layers="first"), "'first' ... 'every:N'"),
         (llama, to("alibi", layers=lambda layer: 1 / 0), "raised ZeroDivisionError: division by zero"),
         (llama, to("alibi", layers=[0, 4]), "4 is no layer ... 0 to 3"),
-        (llama, to("alibi", layers=torch.tensor(1)), "layers=tensor(1)"),
         (llama, to("alibi", layers=[3, -1]), "names a layer twice"),
-        (llama, to("alibi", layers=["1"]), "'1' is no layer ... 0 to 3"),
-        (llama, to("alibi", layers=slice(None, None, 0)), "slice(None, None, 0) ... 'every:N'"),
         (twice_patched, to("kerple", layers=[1, 2]),
             "Layer 1 of the decoder already has the scheme 'alibi' ... unpatch first"),
         (llama, to("learned", layers=[0]), "takes all 4 layers, got 1 ... Leave out layers="),
@@ -293,20 +270,11 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
         (alibi, lambda m: m.set_attn_implementation("flex_attention"), "\"flex_attention\" ... 'eager'"),
     ],
     errors.ShapeError: [
-        (alibi, run(IDS[:1, :4], attention_mask=torch.tensor([[-torch.inf, 0.0, 0.0, 0.0]])),
-            "other values than 0 and 1 ... in 4-D"),
-        (gpt2_alibi, run(IDS[:1], attention_mask=CAUSAL), "floating zeros and ones ... Pass it as bool"),
-        (alibi, run(IDS[:1], attention_mask=CAUSAL.log() * torch.nan), "NaN in it ... expected 0"),
         (patched(llama, "nope"), run(attention_mask=FOUR_D), "(2, 1, 7, 6) ... [2, 4, 7, 7]"),
         (None, attending(build("fox", GEOMETRY), q=torch.zeros(2, 4, 1, 8), query_positions=torch.tensor([[4]]),
             hidden=torch.zeros(2, 1, 32)), "fox reads the hidden states of the keys' tokens"),
     ],
     errors.PositionError: [
-        (alibi, run(attention_mask=ONES[:, :5]), "attention_mask of shape [2, 5] ... expected [2, 7]"),
-        (alibi, run(position_ids=torch.arange(5)[None]), "position_ids of shape [1, 5] ... [2 or 1, 7]"),
-        (gpt2_alibi, run(position_ids=torch.arange(7)), "position_ids of shape [7] ... [2 or 1, 7]"),
-        (alibi, run(position_ids=torch.arange(7.0)[None]), "dtype torch.float32 ... expected int64"),
-        (alibi, run(position_ids=torch.arange(7)[None] - 1), "position -1 ... count from 0"),
         (patched(gpt2, "learned", num_positions=8), run(torch.arange(9)[None]),
             "Position 8 is beyond the learned table of 8 ... larger num_positions"),
         (gpt2_keeping, run(torch.zeros(1, 129, dtype=torch.long)),

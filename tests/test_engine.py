@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import weakref
 from dataclasses import replace
 
 import models
@@ -28,10 +27,9 @@ from hf_posenc import (
     build,
     schemes,
 )
-from hf_posenc.attention import EXECUTORS, Call, Mask, choose, executors
+from hf_posenc.attention import EXECUTORS, Call, Mask, executors
 from hf_posenc.attention import blocks as blocks_module
-from hf_posenc.attention.cpu import fused, kernel
-from hf_posenc.attention.mask import slots_tell_distances
+from hf_posenc.attention.cpu import kernel
 from hf_posenc.attention.once import Once
 from hf_posenc.operands import Tokens
 
@@ -187,30 +185,6 @@ def test_equals_the_reference_over_many_blocks(
     check(make(name, causal=direction == "causal", kv_heads=groups, **options).double(), executor, *layout(301))
 
 
-@pytest.mark.parametrize("numbers", [1, 2**15], ids=["rows of the batch", "several rows"])
-@pytest.mark.parametrize("name", [name for name, executor in FORM_OF_EACH if executor == "fused"])
-def test_how_much_is_in_cache_at_once_makes_no_difference(
-    monkeypatch: pytest.MonkeyPatch, name: str, numbers: int
-) -> None:
-    monkeypatch.setattr(fused, "_IN_CACHE", numbers)
-    for layout in (left_padded, skipped_apart):
-        check(make(name).double(), "fused", *layout(97))
-
-
-@pytest.mark.parametrize("learned", [False, True])
-def test_weights_next_to_nothing_are_none_in_the_backward_pass(learned: bool) -> None:
-    # Multiplied with numbers too small for the usual form of float32, it takes many times as long on some CPUs.
-    scheme = make("alibi", learned_slopes=learned, gate=False)
-    slope, length = -float(scheme.added().at(torch.arange(2), torch.float32).detach()[0, 1]), 600
-    q, k, v = (torch.zeros_like(x, requires_grad=True) for x in draw(length, 1))
-    output = attend(scheme, q, k, v, **on(plain(length)[0], "fused"))
-    (grad,) = torch.autograd.grad(output[:, 0, -1].sum(), v)
-    first, last = (length - 1 - round(nats / slope) for nats in (60, 30))
-    assert 0 <= first < last
-    assert not grad[0, 0, : first + 1].any()
-    assert grad[0, 0, last:].all()
-
-
 def compare_errors(got: dict[str, Tensor], want: dict[str, Tensor], exact: dict[str, Tensor], slack: float) -> None:
     """Both against float64, by the rms of the error: in half precision single numbers may fall to either side."""
     for what, expected in exact.items():
@@ -228,20 +202,6 @@ def test_is_as_exact_as_the_reference_in_lower_precision(name: str, executor: st
     compare_errors(got, want, exact, slack={torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype])
 
 
-@pytest.mark.parametrize("layout", [plain, skipped], ids=lambda f: f.__name__)
-@pytest.mark.parametrize(("name", "executor"), [*FORM_OF_EACH, ("sandwich", "fused"), ("t5", "fused")])
-def test_autocast_beside_operands_in_float32(name: str, executor: str, layout) -> None:
-    """A bias is no less exact. What passes the seams is in half precision, as in the reference."""
-    calls, tolerance = [(executor, True), ("fused", False)], 1e-4
-    if executor == "locality":
-        calls, tolerance = [(executor, True), ("dense", True)], 0.1
-    got, want = (
-        one_attention(make(name), which, *layout(301), dtype=torch.float32, autocast=autocast)
-        for which, autocast in calls
-    )
-    compare(got, want, tolerance)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(("name", "executor"), [*SOME, ("cope", "dense"), ("liere", "sdpa")])
 def test_gradient_checkpointing_around_any_executor(name: str, executor: str, reentrant: bool) -> None:
@@ -257,18 +217,6 @@ def test_gradient_checkpointing_around_any_executor(name: str, executor: str, re
 
     want, got = gradients(call(*inputs)), gradients(checkpoint(call, *inputs, use_reentrant=reentrant))
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(("name", "executor"), [*FORM_OF_EACH, ("cape", "blocks"), ("kerple", "blocks")])
-def test_no_executor_keeps_operands_behind_the_back_of_autograd(name: str, executor: str) -> None:
-    """Gradient checkpointing drops what autograd saves; what a call keeps itself would stay."""
-    scheme, inputs = make(name), [x.requires_grad_() * 1 for x in draw(70)]
-    left = [weakref.ref(x.untyped_storage()) for x in inputs]
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: None, lambda x: x):
-        output = attend(scheme, *inputs, **on(plain(70)[0], executor, hidden=torch.randn(2, 70, HIDDEN)))
-    del inputs
-    assert output.requires_grad
-    assert [ref() for ref in left] == [None] * 3
 
 
 @pytest.mark.parametrize(("name", "executor"), [*SOME, ("fire", "fused")])
@@ -440,46 +388,6 @@ def test_blocks_run_where_the_kernel_of_torch_fails_its_trial(
         assert record == ["blocks"]
 
 
-def test_a_bias_may_hide_all_keys_before_a_block() -> None:
-    scheme, places = make("t5", max_distance=40), torch.cat((torch.arange(100), 900 + torch.arange(80)))[None]
-    with torch.no_grad():
-        scheme.weight[-1] = -torch.inf
-        operands = draw(180)
-        with attention.recorded() as record:
-            got, want = (attend(scheme, *operands, **on(places, executor)) for executor in (None, "dense"))
-    assert record == ["fused (bias by blocks)", "dense"]
-    torch.testing.assert_close(got, want, **models.SAME)
-
-
-@pytest.mark.parametrize("layout", [plain, skipped], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", ["kerple", "fire"])
-def test_queries_may_have_one_row_of_positions_where_keys_have_several(name: str, layout) -> None:
-    # As after a cache that holds the positions of each row.
-    scheme, (places, _), operands = make(name).double(), layout(150), draw(150, dtype=torch.float64)
-    found = []
-    for executor in ("fused", "dense"):
-        output = attend(scheme, *operands, **{**on(places, executor), "key_positions": places.repeat(2, 1)})
-        found.append((output, *torch.autograd.grad(output.sin().sum(), list(scheme.parameters()))))
-    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
-
-
-def test_fire_at_its_threshold_learns_it_as_the_reference_does() -> None:
-    # There the maximum of position and threshold has two derivatives; the reference takes the mean.
-    scheme, operands = make("fire", threshold=40.0).double(), draw(80, 1, torch.float64)
-    with torch.no_grad():
-        scheme.L_multiplier.fill_(1.0)
-    outputs = [attend(scheme, *operands, **on(plain(80)[0], executor)) for executor in ("dense", "fused")]
-    found = [torch.autograd.grad(output.sin().sum(), scheme.L_multiplier)[0] for output in outputs]
-    torch.testing.assert_close(*found, rtol=1e-10, atol=0)
-
-
-@pytest.mark.parametrize("name", ["rope", "kerple", "cope", "cape"])
-def test_only_the_reference_gives_weights(name: str) -> None:
-    call = Call(make(name), *draw(600, 1), Positions(plain(600)[0], plain(600)[0]), 599, 1.0, Mask("slots"))
-    assert choose(call).name != "dense"
-    assert choose(replace(call, need_weights=True)).name == "dense"
-
-
 def test_explain_names_the_executor_of_each_layer() -> None:
     model = models.stock("llama")
     with pytest.raises(NotPatchedError, match=r"explain: .*is not patched\. Call hf_posenc\.patch first"):
@@ -501,51 +409,6 @@ def test_explain_names_the_executor_of_each_layer() -> None:
     assert hf_posenc.explain(model).length == min(256, model.config.n_positions - 1)
 
 
-# -- the nearest keys --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "factor", "most"),
-    # Where each key lets next to nothing through, no number of them is enough.
-    [("cope", 1, 256), ("stick_breaking", 1, 256), ("shaw", 1, 256), ("cope", -9, 1000), ("stick_breaking", -9, 1000)],
-)
-def test_far_keys_do_not_pass_the_seams(name: str, factor: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheme, seen = make(name), [0]
-    score = type(scheme).score
-
-    def watched(self: Scheme, logits: Tensor, q: Tensor, k: Tensor, block) -> Tensor:
-        seen.append(logits.shape[-1])
-        return score(self, logits, q, k, block)
-
-    monkeypatch.setattr(type(scheme), "score", watched)
-    q, k, v = draw(1000, 1)
-    with torch.no_grad():
-        attend(scheme, factor * q.abs(), k.abs(), v, **on(plain(1000)[0], "locality"))
-    assert max(seen) == most if factor < 0 else 0 < max(seen) <= most
-
-
-# -- layouts and strides -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("places", "keep", "want"),
-    [
-        ([[5, 6, 7, 8]], None, True),
-        ([[5, 6, 8, 9]], None, False),
-        ([[0, 0, 1, 2]], [[0, 1, 1, 1]], True),
-        ([[0, 0, 1, 2]], [[1, 1, 1, 1]], False),
-        ([[0, 1, 2, 2]], [[1, 1, 1, 0]], True),
-        ([[0, 1, 0, 1]], [[[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]], True),
-        ([[0, 1, 0, 1]], [[[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]], False),
-    ],
-)
-def test_whether_slots_tell_distances(places: list, keep: list | None, want: bool) -> None:
-    position = torch.tensor(places)
-    mask = None if keep is None else torch.tensor(keep, dtype=torch.bool)
-    mask = mask if mask is None else mask[:, None, None] if mask.ndim == 2 else mask[:, None]
-    assert slots_tell_distances(Positions(position, position), Mask("all", keep=mask)) is want
-
-
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -561,14 +424,6 @@ def test_no_tensor_grows_with_the_square(name: str, executor: str, layout) -> No
 
 
 # -- products with one vector per distance -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("max_distance", [1, 2, 3])
-def test_products_that_end_next_to_a_query(max_distance: int) -> None:
-    """What is near begins at a tile of keys, which must not be the one after the first query's own key."""
-    scheme = make("disentangled", max_distance=max_distance).double()
-    for before in (62, 63, 64, 127, 191):
-        check(scheme, "fused", torch.arange(before + 16)[None], None, queries=16)
 
 
 @pytest.mark.parametrize(("native", "strength"), [("remove", 1.0), ("keep", 1.0), ("keep", 0.3)])

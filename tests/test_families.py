@@ -6,10 +6,8 @@ default.
 
 from __future__ import annotations
 
-import abc
 import copy
 import inspect
-from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +18,6 @@ import transformers
 from models import (
     BOTH,
     CACHE,
-    DECODER,
     DECODERS,
     ENCODER,
     ENCODERS,
@@ -28,7 +25,6 @@ from models import (
     PADDING,
     PART,
     SAME,
-    TINY,
     WINDOW,
     moved,
 )
@@ -40,7 +36,6 @@ from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     PreTrainedModel,
-    RobertaForCausalLM,
     StaticCache,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -50,7 +45,6 @@ from hf_posenc import attention
 from hf_posenc.attention import blocks
 from hf_posenc.errors import ArchitectureError, PositionError
 from hf_posenc.ops import turn_pairs
-from hf_posenc.patches import attention as patched_attention
 from hf_posenc.patches import probe
 from hf_posenc.patches.architecture import architectures, config_pair, of_model
 from hf_posenc.patches.buckets import add_encoder_decoder
@@ -169,25 +163,6 @@ def test_shapes_that_configs_can_ask_for(name: str, changes: dict[str, Any], bac
 # -- decoders ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_rows_with_the_same_positions_share_one_bias(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with a cache, whose layers hold positions for every row: a bias per row would cost a batch times as much."""
-    seen: list[int] = []
-
-    def spy(call: Any) -> Any:
-        seen.append(call.positions.query.shape[0] * call.positions.key.shape[0])
-        return run(call)
-
-    run = patched_attention.run
-    monkeypatch.setattr(patched_attention, "run", spy)
-    model = hf_posenc.patch(make("llama"), "fire")
-    ids, dynamic = tokens(4), kind == "dynamic"
-    cache = DynamicCache(config=model.config) if dynamic else StaticCache(config=model.config, max_cache_len=40)
-    with torch.no_grad():
-        model(input_ids=ids, attention_mask=torch.ones_like(ids), **{CACHE: cache})
-    assert seen == [1] * model.config.num_hidden_layers
-
-
 RESHAPED = [name for name in NAMES if not cast(Any, architectures()[name]).body._supports_sdpa]
 
 
@@ -255,72 +230,6 @@ def test_a_cache_changes_nothing(name: str, scheme: str) -> None:
             with torch.no_grad():
                 found.append(model(ids[:, start:stop], **call).logits)
         torch.testing.assert_close(torch.cat(found, dim=1)[mask.bool()], whole[mask.bool()], **SAME)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_what_is_faded_out_is_as_what_is_dropped(name: str) -> None:
-    model, ids = hf_posenc.patch(make(name), "tape", native="keep"), tokens()
-    hf_posenc.set_strength(model, native=0.0)
-    faded = logits(model, ids)
-    hf_posenc.drop_native(model)
-    torch.testing.assert_close(logits(model, ids), faded, **SAME)
-
-
-def test_facts_are_those_of_the_stock_code() -> None:
-    def geometries(name: str) -> list[hf_posenc.Geometry]:
-        model = make(name)
-        architecture = of_model(model)
-        (body,) = architecture.stacks(model).values()
-        return [architecture.geometry(body, layer) for layer in range(2)]
-
-    rotated, plain = geometries("smollm3")
-    assert rotated.inv_freq is not None
-    assert rotated.inv_freq.any()
-    assert not plain.inv_freq.any()
-    local, whole = geometries("gemma3")
-    assert not torch.equal(local.inv_freq, whole.inv_freq)
-    assert hf_posenc.plan(make("gemma3"), "tape").start == "break"  # TaPE has one rotation for all layers
-    assert [len(g.inv_freq) for g in geometries("phi3")] == [4, 4]  # of 8 pairs
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_a_patch_reads_each_fact_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, count = make(name), Counter[str]()
-
-    def counted(module: Any, function: str) -> None:
-        run = getattr(module, function)
-
-        def counting(*args: Any, **kwargs: Any) -> Any:
-            count[function] += 1
-            return run(*args, **kwargs)
-
-        monkeypatch.setattr(module, function, counting)
-
-    monkeypatch.setattr(probe, "_FOUND", {})
-    counted(probe, "_probe")
-    for module in {inspect.getmodule(kind) for kind in type(of_model(model)).__mro__} - {abc}:
-        if hasattr(module, "embedding_rms"):
-            counted(module, "embedding_rms")
-    hf_posenc.plan(model, "sinusoidal")
-    stacks, probes = len(of_model(model).stacks(model)), count["_probe"]
-    assert probes <= 3  # layers
-    assert probes == 1 or name != "olmo2"  # whose layers are alike
-    assert count["embedding_rms"] == stacks
-    hf_posenc.patch(model, "sinusoidal")
-    assert count["_probe"] == probes
-    assert count["embedding_rms"] == 2 * stacks
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_layers_that_are_alike_have_the_same_facts(name: str) -> None:
-    (body,) = of_model(model := make(name)).stacks(model).values()
-    family, rotary = of_model(model), getattr(body, "rotary_emb", None)
-    for index in range(2):
-        module = probe.blank_module(family.layer, body.config, index)
-        with torch.enable_grad():
-            alone = probe._probe(body.config, module, family.attention, rotary and type(rotary), index)
-        shared = family.facts(body, index)
-        assert repr(shared) == repr(alone)
 
 
 def test_facts_follow_code_and_config_that_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,17 +320,6 @@ def test_packed_sequences_keep_the_windows_of_stock_layers(name: str, layer: int
     same(logits(model, ids, **call), separate)
 
 
-def test_packed_sequences_are_refused_where_stock_layers_would_lose_their_windows() -> None:
-    pytest.importorskip("transformers.models.ultrabert")
-    add_family("ultrabert", globals())
-    model = AutoModel.from_config(CONFIG_MAPPING["ultrabert"](**DECODER, **BOTH))
-    call = {"input_ids": tokens(), "position_ids": torch.cat((torch.arange(13), torch.arange(16)))[None]}
-    with pytest.raises(PositionError, match=r"UltrabertModel takes one mask for all layers.* convert all layers"):
-        hf_posenc.patch(model, "kerple", layers=[0])(**call)
-    whole = hf_posenc.patch(model, "kerple", layers=[1])
-    assert whole(**call).last_hidden_state.isfinite().all()
-
-
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
 def test_experts_run_as_in_the_stock_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = hf_posenc.patch(make(name), "kerple")
@@ -497,17 +395,6 @@ def test_a_padded_row_equals_the_row_alone(name: str, scheme: str) -> None:
     torch.testing.assert_close(got, expected, **SAME)
 
 
-@pytest.mark.parametrize("native", ["remove", "keep"])
-def test_a_table_is_trained_while_a_layer_reads_it(native: str) -> None:
-    """A parameter that is trained but unused makes distributed training fail; UMT5 has a table for each layer."""
-    model = hf_posenc.patch(make("umt5"), "kerple", layers=[0], native=native)
-    model(**inputs("umt5")).logits.sum().backward()
-    assert [key for key, p in model.named_parameters() if p.requires_grad and p.grad is None] == []
-    tables = [p for key, p in model.named_parameters() if "relative_attention_bias" in key]
-    assert [p.requires_grad for p in tables] == [native == "keep", True] * 2
-    assert all(p.requires_grad for p in hf_posenc.unpatch(model).parameters())
-
-
 @pytest.mark.parametrize("name", ["bert", "roberta"])
 def test_inputs_beyond_the_table(name: str) -> None:
     long = {"input_ids": inputs(name, 80)["input_ids"].clamp_min(5)}
@@ -531,21 +418,6 @@ def test_positions_of_roberta_count_from_the_row_after_padding() -> None:
         hf_posenc.patch(model, "learned")(**call)
     kept = hf_posenc.patch(model, "kerple", native="keep")
     torch.testing.assert_close(real_logits(kept, **call), real_logits(make("roberta"), **call), **SAME)
-
-
-def test_a_decoder_of_encoder_classes_caches() -> None:
-    torch.manual_seed(0)
-    config = CONFIG_MAPPING["roberta"](**ENCODERS["roberta"], is_decoder=True, eos_token_id=2, bos_token_id=0)
-    stock, ids = RobertaForCausalLM(config).eval(), inputs("roberta")["input_ids"].clamp_min(5)
-    model = hf_posenc.patch(copy.deepcopy(stock), "learned")
-    settings = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    found = model.generate(ids, **settings)
-    # The stock model is right without `generate`, which counts its positions from 0.
-    torch.testing.assert_close(real_logits(model, input_ids=found), real_logits(stock, input_ids=found), **SAME)
-    assert torch.equal(found[:, 29:], real_logits(stock, input_ids=found)[:, 28:-1].argmax(-1))
-    for scheme in ("learned", "fox"):
-        hf_posenc.patch(model, scheme)
-        assert torch.equal(model.generate(ids, **settings), model.generate(ids, **settings, use_cache=False))
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -612,29 +484,3 @@ def test_modules_that_are_no_family_are_refused() -> None:
     for name in ("jamba", "nemotron_h"):
         with pytest.raises(ArchitectureError, match=f"Cannot add the family ('{name}'|of NemotronHConfig)"):
             add_family(name, {})
-
-
-@pytest.mark.parametrize("name", NAMES[:2])
-def test_an_operation_walks_the_model_once_for_its_layers(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    model, count = make(name), Counter[str]()
-    kind = type(of_model(model))
-
-    def counted(thing: Any, function: str) -> None:
-        run = getattr(thing, function)
-        monkeypatch.setattr(thing, function, lambda *given: count.update([function]) or run(*given))
-
-    for function in ("stacks", "attentions"):
-        counted(kind, function)
-
-    def walks(most: int) -> None:
-        assert max(count["stacks"], count["attentions"]) <= most
-        count.clear()
-
-    hf_posenc.patch(model, "alibi")
-    walks(2)
-    model.save_pretrained(tmp_path)
-    walks(2)
-    type(model).from_pretrained(tmp_path)
-    walks(3)

@@ -26,7 +26,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import hf_posenc
 from hf_posenc import Geometry, attend, build
 from hf_posenc.attention.cpu import kernel
-from hf_posenc.attention.once import Once
 
 # One scheme for each form of an executor, with the number of tokens from which on that runs.
 CALLS = {"alibi": 64, "fox": 64, "transformer_xl": 64, "cope": 520, "cape": 300, "liere": 64, "tape": 64}
@@ -185,35 +184,7 @@ CALL = check_call.__name__
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="cases are copies of one fresh process")
 
 
-def test_some_first_uses() -> None:
-    """Every mode but that which takes seconds once, and every form of an executor."""
-    modes = [mode for mode in MODES if mode != "compiled"]
-    calls = [(CALL, *case) for case in zip(modes, [*CALLS] * len(modes), strict=False)]
-    check(*calls)
-
-
 @pytest.mark.grid
 @pytest.mark.parametrize("name", CALLS)
 def test_first_uses(name: str) -> None:
     check(*((CALL, mode, name) for mode in MODES))
-
-
-def test_a_backward_pass_finds_out_in_its_own_thread() -> None:
-    # torch runs the backward passes of a GPU in one thread, which must not wait for another backward pass.
-    once: Once[int] = Once()
-
-    class Found(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            threads.append((threading.get_ident(), once.get("in backward", threading.get_ident)))
-            return grad
-
-    threads: list[tuple[int, int]] = []
-    x = torch.ones(1, requires_grad=True)
-    Found.apply(x).sum().backward()  # type: ignore[no-untyped-call]
-    assert threads[0][0] == threads[0][1]
-    assert once.get("outside", threading.get_ident) != threading.get_ident()

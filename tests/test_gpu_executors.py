@@ -18,15 +18,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import pytest
 import test_engine
 import torch
 from test_engine import compare, compare_errors, left_padded, packed, plain, skipped
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask
 
 from hf_posenc import OptionError, Positions, Scheme, attend
 from hf_posenc.attention import Call, Mask, choose, executors
@@ -89,11 +86,6 @@ KERNELS = [
     Case("cope", options=FAR, dtype=torch.bfloat16),
 ]
 STICK, COUNT = {"CURRENT": False, "HAS_BIAS": True}, {"N": 64, "OWN_GATES": True}
-COMPILED = [
-    (f"_{name}_{way}", constants, {"num_warps": 8, "num_stages": 1} if way == "backward" else {})
-    for name, constants in (("stick", STICK), ("count", COUNT))
-    for way in ("forward", "backward")
-]
 
 
 def make(case: Case) -> Scheme:
@@ -169,38 +161,6 @@ def test_kernels_in_the_interpreter() -> None:
     assert f"{len(KERNELS)} passed" in done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED or not TRITON, reason="needs Triton without its interpreter")
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(("kernel", "constants", "options"), COMPILED)
-def test_kernels_compile_without_a_gpu(kernel: str, constants: dict, options: dict) -> None:
-    # The interpreter takes what the compiler refuses. Operands are bfloat16.
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    tiles = importlib.import_module("hf_posenc.attention.gpu.tiles")
-    function = getattr(importlib.import_module("hf_posenc.attention.gpu.scans"), kernel)
-    steps = ["i32"] * 4
-    # Gradients that several programs add to are float32.
-    wide, narrow = (tiles.Matrix(pointer, *steps[:3]) for pointer in ("*fp32", "*bf16"))
-    types = {
-        "hidden": tiles.Hidden("*i64", "i32", "*i64", "i32", "*u8", *steps),
-        "sizes": tiles.Sizes(*steps, "i32"),
-        **dict.fromkeys(("q", "k", "v", "gate_q", "gate_k", "grad", "dq", "dgate_q"), narrow),
-        **dict.fromkeys(("dk", "dv", "dgate_k"), wide),
-        "out": wide if kernel == "_count_forward" else narrow,
-        **dict.fromkeys(("scale", "gate_scale"), "fp32"),
-        **dict.fromkeys(("first_near", "first_taking"), "*i32"),
-    }
-    fixed = {"T": tiles.Tile(*map(tiles.tl.constexpr, (64, 64, 64, 64, 1, True, "tf32"))), **constants}
-    signature = {p.name: "constexpr" if p.name in fixed else types.get(p.name, "*fp32") for p in function.params}
-    source = ASTSource(function, signature, fixed)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    # What a program may have: 227 KB on an H100, 163 on an A100, 99 on smaller ones.
-    assert compiled.metadata.shared <= 99 * 1024
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.filterwarnings("default")
@@ -272,38 +232,6 @@ def test_without_a_gpu_they_are_refused() -> None:
         message = rf"Executor '{executor}' cannot run FoX\. Available: dense, blocks, fused\."
         with pytest.raises(OptionError, match=message):
             run(Case("fox"), executor)
-
-
-def test_kernels_wait_for_triton() -> None:
-    files = Path(trial.__file__).parents[1].rglob("*.py")
-    assert {x.stem for x in files if "import triton" in x.read_text()} == {"scans", "tiles"}
-
-
-# -- blocks of a mask --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("length", "queries"), [(300, 300), (256, 256), (400, 270)])
-@pytest.mark.parametrize("rule", ["slots", "positions"])
-@pytest.mark.parametrize("layout", [plain, left_padded, packed, skipped], ids=lambda f: f.__name__)
-def test_blocks_without_a_visible_key_are_skipped(
-    layout: Callable, rule: str, length: int, queries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(flex, "_AT_ONCE", 2**16)  # some rows of blocks at a time
-    monkeypatch.setattr(flex, "_MASKS", Once(size=1))
-    q, kv = torch.zeros(2, HEADS, queries, HEAD_DIM), torch.zeros(2, KV_HEADS, length, HEAD_DIM)
-    places, keep = layout(length)
-    if rule == "positions":
-        places = torch.cat((places[:1], places[:1].flip(1)))
-    if keep is not None:
-        keep = keep[:, None, None] if keep.ndim == 2 else keep[:, None, length - queries :]
-    at, mask = Positions(places[:, length - queries :], places), Mask(rule, keep=keep, ahead=length - queries)
-    got = flex._block_mask(Call(make(Case("kerple")), q, kv, kv, at, 2 * length, 1.0, mask))
-    shown, _ = mask.seen(at)
-    padded = F.pad(shown.expand(2, HEADS, queries, length), (0, -length % 128, 0, -queries % 128))
-    blocks = padded.unflatten(3, (-1, 128)).unflatten(2, (-1, 128))
-    assert torch.equal(got.to_dense().bool().expand(2, HEADS, -1, -1), blocks.any(-1).any(3))
-    whole = BlockMask.from_kv_blocks(got.full_kv_num_blocks, got.full_kv_indices).to_dense().bool()
-    assert torch.equal(whole.expand(2, HEADS, -1, -1), blocks.all(-1).all(3))
 
 
 # -- the trial ---------------------------------------------------------------------------------------------------------

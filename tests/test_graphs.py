@@ -156,7 +156,7 @@ def check(model: nn.Module, got: Callable[[dict[str, Tensor]], Tensor]) -> None:
             torch.testing.assert_close(got(call)[real], model(**call)[real], **SAME)
 
 
-@_schemes(hf_posenc.schemes(), ("t5", "path"))
+@_schemes(hf_posenc.schemes(), ("t5",))
 def test_export(scheme: str) -> None:
     model = Logits(patched(scheme))
     program = torch.export.export(model, (), operands(2, 12), dynamic_shapes=any_size(), strict=False)

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import models
-import numpy as np
 import pytest
 import torch
 from grid import once
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     EncoderDecoderModel,
     LlamaModel,
-    PreTrainedModel,
     Trainer,
 )
 
@@ -35,22 +32,6 @@ decoders = pytest.mark.parametrize("architecture", EXACT)
 
 
 # -- trainers ----------------------------------------------------------------------------------------------------------
-
-
-@decoders
-def test_a_smoothed_loss_is_that_of_the_stock_model(architecture: str, tmp_path: Path) -> None:
-    ids = models.tokens(architecture, 2, 16)
-    arguments = models.arguments(tmp_path, label_smoothing_factor=0.1)
-
-    def smoothed(model: PreTrainedModel) -> Tensor:
-        with torch.no_grad():
-            return Trainer(model=model.eval(), args=arguments).compute_loss(
-                model, {"input_ids": ids, "labels": ids.clone()}
-            )
-
-    want = smoothed(models.stock(architecture))
-    got = smoothed(hf_posenc.patch(models.stock(architecture), EXACT[architecture]))
-    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize(
@@ -93,17 +74,6 @@ def test_every_number_but_0_in_a_mask_is_a_token(architecture: str, number: int)
     model = hf_posenc.patch(models.stock(architecture), EXACT[architecture]).eval()
     got, want = (models.logits(model, architecture, ids, given) for given in (number * mask, mask))
     assert torch.equal(got, want)
-
-
-@decoders
-def test_weights_are_given_where_they_are_asked_for(architecture: str) -> None:
-    """Also where the body, as that of GPT-2, does not hand the question to its layers."""
-    model, ids = hf_posenc.patch(models.stock(architecture), "alibi"), models.tokens(architecture, 2, 9)
-    given = model(ids, output_attentions=True).attentions
-    assert [weights.shape[2:] for weights in given] == [(9, 9)] * 2
-    model.set_attn_implementation("eager")
-    want = model(ids, output_attentions=True).attentions
-    assert all(map(torch.equal, given, want))
 
 
 @pytest.mark.parametrize("scheme", ["fire", "learned", "fox_pro", "liere"])
@@ -209,17 +179,6 @@ def test_patching_under_the_meta_device_gives_schemes_values(scheme: str) -> Non
     assert torch.equal(*found)
 
 
-@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore::UserWarning")
-@pytest.mark.parametrize("scheme", ["rope", "fire"])
-def test_a_model_that_was_quantised_dynamically_is_patched(scheme: str) -> None:
-    ids = models.tokens("llama", 2, 12)
-    model = torch.ao.quantization.quantize_dynamic(models.stock("llama"), {nn.Linear}, dtype=torch.qint8)
-    before = models.logits(model, "llama", ids)
-    hf_posenc.verify(hf_posenc.patch(model, scheme, native="keep" if scheme == "fire" else "remove"))
-    torch.testing.assert_close(models.logits(model, "llama", ids), before)
-    assert torch.equal(models.logits(hf_posenc.unpatch(model), "llama", ids), before)
-
-
 # -- threads -----------------------------------------------------------------------------------------------------------
 
 
@@ -238,26 +197,6 @@ def test_threads_share_a_model(scheme: str) -> None:
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(work, range(2)))
-
-
-def test_threads_patch_one_model_in_turn() -> None:
-    model, interval = models.stock("llama"), sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda scheme: hf_posenc.patch(model, scheme), 3 * ("fire", "alibi", "kerple", "tape")))
-    finally:
-        sys.setswitchinterval(interval)
-    hf_posenc.verify(model)
-    ids = models.tokens("llama", 1, 9)
-    before = models.logits(models.stock("llama"), "llama", ids)
-    assert torch.equal(models.logits(hf_posenc.unpatch(model), "llama", ids), before)
-
-
-@pytest.mark.parametrize("layers", [np.arange(1, 3), torch.tensor([1, -2])], ids=["numpy", "torch"])
-def test_layers_are_whole_numbers_of_any_library(layers: Any) -> None:
-    (found,) = record.from_config(hf_posenc.patch(models.checkpoint("llama"), "kerple", layers=layers).config)
-    assert found.stacks["decoder"].layers == (1, 2)
 
 
 @pytest.mark.parametrize(

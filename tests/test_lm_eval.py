@@ -6,8 +6,6 @@ Run it with `pip install lm-eval; pytest -m slow tests/test_lm_eval.py`.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +33,6 @@ doc_to_choice: "{{{{choices}}}}"
 doc_to_target: 0
 target_delimiter: ""
 metric_list: [{{metric: acc}}]
-"""
-
-# What the command line does, without any import of hf_posenc: the checkpoint's own code makes it.
-WITHOUT_IMPORT = """
-import json, sys
-from pathlib import Path
-import lm_eval
-from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
-checkpoint, tasks = sys.argv[1:]
-assert "hf_posenc" not in sys.modules
-model = HFLM(pretrained=checkpoint, device="cpu", batch_size=2, trust_remote_code=True)
-manager = TaskManager(include_path=tasks, include_defaults=False)
-found = lm_eval.simple_evaluate(model=model, tasks=["posenc_topics"], task_manager=manager, bootstrap_iters=0)
-print(json.dumps([type(model.model).__name__, [sample["resps"] for sample in found["samples"]["posenc_topics"]]]))
 """
 
 
@@ -131,21 +114,3 @@ def test_a_converted_encoder_decoder_needs_its_backend(tmp_path: Path, rows: lis
         read, written = (tokenizer(text, return_tensors="pt")["input_ids"] for text in (question, choice))
         likely = converted(input_ids=read, labels=written).logits.log_softmax(dim=-1)[0]
         assert found == pytest.approx(likely.gather(1, written[0, :, None]).sum().item(), abs=1e-3)
-
-
-def test_lm_eval_needs_no_import_with_the_code_of_the_checkpoint(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
-    pytest.importorskip("lm_eval")
-    tokenizer = AutoTokenizer.from_pretrained(DIRECTORIES["llama"])
-    converted = hf_posenc.patch(stock("llama"), "alibi")
-    path = save(converted, tmp_path / "converted", tokenizer)
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_IMPORT, path, str(tmp_path / "tasks")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    kind, answers = json.loads(done.stdout.splitlines()[-1])
-    assert kind == "PosencLlamaForCausalLM"
-    for found, scores in zip(answers, log_likelihoods(converted, tokenizer, rows), strict=True):
-        assert [float(answer[0][0]) for answer in found] == pytest.approx(scores, abs=1e-3)

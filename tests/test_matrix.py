@@ -232,26 +232,6 @@ def test_left_padding_equals_each_row_alone(case: tuple[str, str, dict[str, Any]
     assert torch.equal(batch[:1, -6:], alone[:, -6:])
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
-@pytest.mark.parametrize("case", BETWEEN, indirect=True)
-def test_packed_rows_equal_separate_rows(case: tuple[str, str, dict[str, Any]], backend: str) -> None:
-    model, architecture = _patched(case)
-    model.set_attn_implementation(backend)
-    lengths = (9, 5, 13)
-    ids = tokens(architecture, 1, sum(lengths))
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    call = {**inputs(architecture, ids), "position_ids": positions}
-    if architecture == "t5":
-        call |= {"decoder_input_ids": ids, "decoder_position_ids": positions}
-    with torch.no_grad():
-        packed = model(**call, use_cache=False).logits
-        # transformers itself finds packed sequences only where it makes no cache.
-        torch.testing.assert_close(model(**call, use_cache=True).logits, packed, **SAME)
-    for row, part in zip(packed.split(lengths, dim=1), ids.split(lengths, dim=1), strict=True):
-        alone = logits(model, architecture, part, torch.ones_like(part))
-        torch.testing.assert_close(row, alone, **SAME)
-
-
 def test_positions_may_jump_ahead(case: tuple[str, str, dict[str, Any]]) -> None:
     """Position skipping: a jump is no boundary between sequences, with a mask as without one."""
     model, architecture = _shared(case)

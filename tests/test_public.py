@@ -321,20 +321,3 @@ def test_canary_transformers() -> None:
     assert hasattr(modeling_utils.PreTrainedModel, "_keep_in_fp32_modules_strict")
     assert hasattr(modeling_utils.PreTrainedModel, "_upload_modified_files")
     assert isinstance(output_capturing._CAN_RECORD_REGISTRY, dict)
-
-
-def test_canary_peft() -> None:
-    from peft import PeftConfig, PeftModel
-    from peft.tuners.tuners_utils import BasePromptEncoder, BaseTuner, BaseTunerLayer
-    from peft.utils.hotswap import CONFIG_KEYS_TO_CHECK
-
-    assert inspect.isclass(PeftModel)
-    assert inspect.isclass(BaseTunerLayer)
-    for kind in (BaseTuner, BasePromptEncoder):
-        found = inspect.signature(kind._get_adapter_state_dict)
-        assert list(found.parameters) == ["model", "config", "adapter_name", "state_dict", "unwanted_adapter_names"]
-        found = inspect.signature(kind._remap_adapter_state_dict_for_load)
-        assert list(found.parameters) == ["model", "config", "adapter_name", "state_dict"]
-    assert list(inspect.signature(BaseTuner.inject_adapter).parameters)[:3] == ["self", "model", "adapter_name"]
-    assert callable(PeftConfig._split_kwargs)
-    assert isinstance(CONFIG_KEYS_TO_CHECK, dict)

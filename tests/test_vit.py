@@ -24,7 +24,6 @@ from hf_posenc.scheme import Scheme
 
 SCHEMES = [name for name, info in hf_posenc.schemes().items() if "bidirectional" in info.directions]
 SIDE, PATCH = 16, 4
-PATCHES = (SIDE // PATCH) ** 2
 # Larger than the trained size, and with more columns than rows.
 WIDE = (20, 32)
 
@@ -108,17 +107,6 @@ def test_the_size_rule_of_transformers_holds_while_the_table_is_kept() -> None:
     assert torch.equal(states(hf_posenc.patch(tall, "nope", native="keep"), images(SIDE, 2 * SIDE)), before)
 
 
-def test_a_removed_table_adds_nothing_and_is_not_trained() -> None:
-    model = hf_posenc.patch(make(), "alibi")
-    table = model.vit.embeddings.position_embeddings
-    before = states(model)
-    with torch.no_grad():
-        table.normal_()
-    assert torch.equal(states(model), before)
-    assert not table.requires_grad
-    assert hf_posenc.unpatch(model).vit.embeddings.position_embeddings.requires_grad
-
-
 def test_the_table_fades() -> None:
     model, gone = (hf_posenc.patch(make(), "kerple", native=native, gate=False) for native in ("keep", "remove"))
     gone.load_state_dict(dict(model.state_dict()))  # without the record, which differs
@@ -131,39 +119,6 @@ def test_the_table_fades() -> None:
     hf_posenc.drop_native(model)
     assert torch.equal(states(model), states(gone))
     assert states(model, images(*WIDE)).shape[1] == 41
-
-
-def test_absolute_schemes_hand_over() -> None:
-    """What is added to the embeddings of patches is at part of its strength too, and is dropped out with them."""
-    model = hf_posenc.patch(make(hidden_dropout_prob=0.5), "sinusoidal", native="keep", gate=False, scale=1.0)
-    body = model.vit
-    stock = make()
-    embeddings = stock.vit.embeddings(images())
-    added = []
-    body.layers[0].register_forward_pre_hook(lambda module, args: added.append(args[0] - embeddings))
-    for strength in (0.0, 0.25, 1.0):
-        hf_posenc.set_strength(model, scheme=strength)
-        states(model)
-    assert added[2][:, 1:].abs().max() > 0.9
-    torch.testing.assert_close(added[1], 0.25 * added[2], **SAME)
-    torch.testing.assert_close(added[0], torch.zeros_like(added[0]), **SAME)
-    body.embeddings.train()
-    added.clear()
-    states(model)
-    dropped = (added[0] + embeddings == 0).float().mean()
-    assert 0.4 < dropped < 0.6
-
-
-def test_hidden_patches_change_nothing() -> None:
-    mask = torch.ones(2, 1 + PATCHES, dtype=torch.long)
-    mask[0, 9:] = 0
-    other = images()
-    other[0, :, 2 * PATCH + PATCH :] = 7.0  # the last row of patches, 13 to 16
-    for scheme in ("alibi", "cope", "fox"):
-        model = patched(scheme)
-        before = states(model, attention_mask=mask)
-        torch.testing.assert_close(states(model, other, attention_mask=mask)[:, :9], before[:, :9], **SAME)
-        assert not torch.allclose(before, states(model), atol=1e-3)
 
 
 def test_coordinates_may_be_given() -> None:
@@ -181,17 +136,6 @@ def test_coordinates_may_be_given() -> None:
         assert model(images(), labels=torch.zeros(2, dtype=torch.long), position_coords=grid).loss.isfinite()
     with hf_posenc.disabled(model):
         assert torch.equal(states(model, position_coords=grid), states(make()))
-
-
-def test_wrong_coordinates_are_refused() -> None:
-    model = patched("alibi")
-    for coords in (torch.zeros(1, 16, 2), torch.zeros(1, 17, 3), torch.zeros(3, 17, 2), torch.zeros(17, 2)):
-        with pytest.raises(hf_posenc.PositionError, match=r"expected \[2 or 1, 17, 2\]"):
-            states(model, position_coords=coords)
-    with pytest.raises(hf_posenc.PositionError, match="no scheme here reads coordinates"):
-        states(patched("fire"), position_coords=grid_coords(4, 4, torch.device("cpu")))
-    with pytest.raises(hf_posenc.PositionError, match="Pass position_coords"):
-        states(model, position_ids=torch.arange(17)[None])
 
 
 # -- forms for images --------------------------------------------------------------------------------------------------
