@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
-import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from accelerate.commands.config.config_args import load_config_from_file
 from hub import Hub, serving
 from test_recipe_files import strict_json
 from tiny import TEXTS, outputs, stock
@@ -33,12 +28,8 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc import cli
-from hf_posenc.cli.application import print_json
 from hf_posenc.recipes import library
-from hf_posenc.recipes.evaluation.verdict import Verdict
 from hf_posenc.recipes.goals import read_recipe
-from hf_posenc.recipes.runs import run as runs
-from hf_posenc.recipes.runs.measurements import Measurements
 
 TINY_LLAMA = Path(hf_posenc.__file__).parent / "tiny_llama"
 
@@ -94,11 +85,6 @@ def test_plan_reads_the_config_alone(tmp_path: Path) -> None:
     assert not result.stderr
 
 
-def test_json_has_no_number_that_json_lacks(capsys: pytest.CaptureFixture[str]) -> None:
-    print_json({"a": [math.nan, 1.5, (math.inf,)], "b": "nan"})
-    assert strict_json(capsys.readouterr().out) == {"a": [None, 1.5, [None]], "b": "nan"}
-
-
 def test_results_are_read_by_programs_and_notebooks(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     planned = strict_json(run("plan", checkpoints["llama"], "kerple", "--json").stdout)
     assert (planned["scheme"], planned["layers"]) == ("kerple", {"decoder": [0, 1, 2, 3]})
@@ -127,26 +113,6 @@ def test_options_of_a_scheme_are_given_in_one_way(checkpoints: dict[str, Path]) 
             assert one.stdout == other.stdout
             assert one.stdout != run(*words).stdout, (words, pair)
     assert read_recipe("swap", ["scheme=fire", "scheme.init=zero"]).conversion.options["init"] == "zero"
-
-
-def test_a_shell_completes_commands_and_schemes() -> None:
-    def completed(*typed: str) -> list[str]:
-        variables = {"COMP_WORDS": " ".join(typed), "COMP_CWORD": str(len(typed) - 1)}
-        variables["_HF_POSENC_COMPLETE"] = "complete_bash"
-        result = CliRunner().invoke(cli.app, [], env=variables, prog_name="hf-posenc")
-        return result.stdout.split()
-
-    assert completed("hf-posenc", "ver") == ["verify"]
-    assert completed("hf-posenc", "info", "fox") == ["fox", "fox_pro"]
-
-
-def test_the_model_that_comes_along_has_a_name(tmp_path: Path) -> None:
-    assert run("plan", "tiny-llama", "alibi").stdout == run("plan", TINY_LLAMA, "alibi").stdout
-    assert run("convert", "tiny-llama", "alibi", tmp_path / "out").exit_code == 0
-    assert run("verify", tmp_path / "out").stdout.startswith("active: alibi on 4 layers")
-    assert (tmp_path / "out" / "tokenizer.json").is_file()
-    drawn = run("plot", "tiny-llama", "--what", "decay", "--out", tmp_path / "pictures")
-    assert drawn.exit_code == 0, drawn.stderr
 
 
 # -- conversion --------------------------------------------------------------------------------------------------------
@@ -186,27 +152,6 @@ def test_what_convert_keeps(checkpoints: dict[str, Path], converted: Path, tmp_p
     assert "active: alibi on 4 layers" in run("verify", tmp_path / "again").stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_convert_leaves_nothing_behind(number: int, tmp_path: Path) -> None:
-    program = (
-        "import pathlib, signal, time\nfrom hf_posenc.cli import app\n"
-        "from hf_posenc.patches.atomic_files import whole_directory\n"
-        # A shell that starts the tests in the background has them ignore interrupts.
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "@app.command()\ndef slow(out: pathlib.Path):\n    with whole_directory(out) as folder:\n"
-        "        (folder / 'weights').touch()\n        print('writing', flush=True)\n        time.sleep(60)\n"
-        f"app(['slow', {str(tmp_path / 'out')!r}])"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"writing\n"
-        assert list(tmp_path.iterdir())
-        process.send_signal(number)
-        process.communicate(timeout=120)
-    assert process.returncode != 0
-    assert list(tmp_path.iterdir()) == []
-
-
 # -- recipes -----------------------------------------------------------------------------------------------------------
 
 
@@ -217,21 +162,6 @@ def test_recipes_lists_goals_and_recommends_at_most_five(checkpoints: dict[str, 
     assert best.count("swap scheme=") + best.count("extend") - 1 <= 5  # the last line repeats the first recipe
     assert every.count("swap scheme=") > 20
     assert f"hf-posenc train swap scheme=fire model={checkpoints['gpt2']} data=TEXT --out DIR" in best
-
-
-def test_show_prints_a_file_with_every_key_after_overrides(tmp_path: Path) -> None:
-    overrides = ["scheme=fire", "training.steps=7", "conversion.options.threshold=32"]
-    shown, wanted = run("recipes", "show", "swap", *overrides).stdout, read_recipe("swap", overrides)
-    assert shown == wanted.text()
-    (tmp_path / "mine.yaml").write_text(shown, encoding="utf-8")
-    assert read_recipe(tmp_path / "mine.yaml") == wanted
-
-
-@pytest.mark.parametrize("name", ["one", "ddp", "fsdp2", "deepspeed"])
-def test_configs_are_those_of_accelerate(name: str) -> None:
-    path = Path(run("recipes", "config", name).stdout.strip())
-    config = load_config_from_file(str(path))
-    assert config.to_dict().keys() >= yaml.safe_load(path.read_text(encoding="utf-8")).keys()
 
 
 @pytest.fixture
@@ -248,17 +178,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return made
 
 
-def test_train_and_resume_run_what_was_typed(calls: list[tuple[Any, ...]], tmp_path: Path) -> None:
-    out = tmp_path / "a run"
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    assert run("train", "swap", "scheme=fire", "training.steps=7", "--out", out, "data.limit=3").exit_code == 0
-    assert run("resume", out).exit_code == 0
-    recipe = read_recipe("swap", ["scheme=fire", "training.steps=7", "data.limit=3"])
-    command = f"hf-posenc train swap scheme=fire training.steps=7 --out '{out}' data.limit=3"
-    assert calls == [(recipe, out, command), (out,)]
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-
-
 def test_dry_run_says_what_would_be_done(calls: list[tuple[Any, ...]], tmp_path: Path) -> None:
     result = run("train", "remove", "training.steps=10", "--out", tmp_path / "out", "--dry-run")
     assert result.exit_code == 0, result.stderr
@@ -266,18 +185,6 @@ def test_dry_run_says_what_would_be_done(calls: list[tuple[Any, ...]], tmp_path:
         assert part in result.stdout
     assert calls == []
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_control_that_a_run_proposes_skips_no_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = ["scheme=alibi", "training.skip_to=512", "lengthen={steps: 1, skip_to: 512}"]
-    (tmp_path / "recipe.yaml").write_text(read_recipe("swap", keys).text(), encoding="utf-8")
-    verdict = Verdict("as good", False, (), "", wants_control=True)
-    outcome = runs.Outcome(tmp_path, tmp_path / "model", Measurements(), None, verdict=verdict)
-    monkeypatch.setattr(runs, "train", lambda *given, **known: outcome)
-    shown = run("train", "swap", *keys, "--out", tmp_path).stdout
-    words = shlex.split(next(line for line in shown.splitlines() if line.endswith("-control")))
-    control = read_recipe(words[2], words[3 : words.index("--out")])
-    assert control.conversion.scheme is control.training.skip_to is control.lengthen.skip_to is None
 
 
 # What reads a text, with the words that name one; `fit` and `transfer` are stages of a recipe.
@@ -309,15 +216,6 @@ def test_a_text_is_asked_for_unless_the_model_is_the_built_in_one(
     assert f"Give {READERS[words]}" in line
     assert f"{READERS[words].replace('--text', '--text ')}builtin takes" in line
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-def test_a_text_that_is_read_again_and_again_is_said_before(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 400, encoding="utf-8")
-    keys = ("training.length=64", "batch_size=1", f"data={tmp_path / 'text.txt'}")
-    often, once = (run("train", "control", f"steps={n}", *keys, "--dry-run").stdout for n in (1000, 10))
-    (times,) = re.findall(r"The text is read ([\d.]+) times: it has ([\d,]+) tokens", often)
-    assert 0.8 < 64_000 / (float(times[0]) * int(times[1].replace(",", ""))) < 1.2
-    assert "The text is read" not in once
 
 
 def test_dry_run_reads_the_text(tmp_path: Path) -> None:
@@ -354,27 +252,6 @@ def test_a_run_from_recipe_to_model(tmp_path: Path) -> None:
     assert (again.exit_code, "finished" in again.stdout) == (0, True)
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize(("begun", "number"), [(True, signal.SIGINT), (False, signal.SIGTERM)])
-def test_stopped_run_says_how_to_go_on(begun: bool, number: int, tmp_path: Path) -> None:
-    folder = tmp_path / "my run"
-    folder.mkdir()
-    program = (
-        "import pathlib, time\nfrom hf_posenc.cli.train import _follow\n"
-        "def wait(console):\n    print('running', flush=True)\n    time.sleep(60)\n"
-        f"_follow(pathlib.Path({str(folder)!r}), wait)"
-    )
-    if begun:
-        (folder / "recipe.yaml").touch()
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"running\n"
-        process.send_signal(number)
-        _, errors = process.communicate(timeout=120)
-    rest = f"; hf-posenc resume '{folder}' goes on." if begun else " before there was anything to go on with."
-    assert (process.returncode, errors.decode()) == (128 + number, f"hf-posenc: stopped{rest}\n")
-
-
 # -- pushing -----------------------------------------------------------------------------------------------------------
 
 
@@ -405,15 +282,6 @@ def test_push_commits_model_table_and_picture_at_once(hub: Hub, finished: Path) 
     assert hub.files["me/mine"]["model.safetensors"] == (TINY_LLAMA / "model.safetensors").read_bytes()
 
 
-def test_push_that_is_refused_is_one_line(hub: Hub, finished: Path) -> None:
-    for repo, arguments, words in (("me/public", ["--private"], "is public already"), ("me//mine", [], "me//mine")):
-        done = run("push", finished, repo, *arguments)
-        assert done.exit_code == 1
-        assert done.stderr.startswith(f"hf-posenc: Pushing to {repo} failed: ")
-        assert (done.stderr.count("\n"), words in done.stderr) == (1, True)
-    assert hub.commits == []
-
-
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 # What is typed, in terms of a good checkpoint {llama}, a converted one {converted} and an empty directory {empty};
@@ -426,26 +294,13 @@ BAD = {
     "key of a recipe": ("plan {llama} fire training.steps=3", ["'training.steps=3'", "hf-posenc train"]),
     "option without value": ("plan {llama} fire -o width", ["NAME=VALUE"]),
     "option without its section": ("train swap scheme=fire width=3 --dry-run", ["given as scheme.width=VALUE"]),
-    "option twice": ("plan {llama} fire -o width=3 -o width=4", ["width is given twice"]),
-    "layers": ("plan {llama} fire --layers first", ["layers='first'", "every:N"]),
     "missing directory": ("plan {empty}/nowhere fire", ["There is no directory", "nowhere"]),
     "no config": ("plan {empty} fire", ["no config.json"]),
-    "config that is no JSON": ("plan {broken} fire", ["config", "cannot be read"]),
-    "other head": ("convert {headless} fire {empty}/out", ["LlamaForDreams", "cannot be patched"]),
     "no weights": ("convert {weightless} fire {empty}/out", ["weights", "cannot be read"]),
-    "truncated, converted": ("verify {cut}", ["truncated or damaged"]),
     "out exists": ("convert {llama} fire {converted}", ["exists and is not empty"]),
     # Its temporary name is longer than names may be.
-    "out that cannot be made": ("convert {llama} fire {empty}/" + 300 * "x", ["xxx cannot be written: "]),
     "verify, not converted": ("verify {llama}", ["is not a converted checkpoint"]),
-    "unknown recipe": ("recipes show swp", ["'swp'", "Did you mean 'swap'?"]),
     "rope type": ("plan {llama} yarn", ["hf-posenc train extend by=yarn"]),
-    "no such file": ("train {empty}/mine.yaml --out {empty}/out", ["There is no file", "mine.yaml"]),
-    "unknown key": (
-        "train swap scheme=fire training.stpes=3 --out {empty}/out",
-        ["no key 'training.stpes'", "'steps'"],
-    ),
-    "no such model": ("train swap scheme=fire model=./no --dry-run", ["no directory"]),
     "dry run of a transfer that cannot be": (
         "train swap scheme=sinusoidal native=remove transfer.steps=2 --dry-run",
         ["sinusoidal acts on the inputs"],
@@ -454,15 +309,12 @@ BAD = {
         "train swap scheme=kerple model={converted} data=builtin --dry-run",
         ["is converted already"],
     ),
-    "recipes for a model of images": ("recipes --for {images}", ["is a vit, which writes no text"]),
     "plan of a run that trained an adapter": ("plan {adapted} fire", ["The run trained an adapter"]),
     "extending a converted model": (
         "train extend model={converted} data=builtin --dry-run",
         ["its own rotation is gone"],
     ),
     "recipe over something else": ("train swap scheme=fire --out {llama}", ["exists, and holds no run"]),
-    "unknown config": ("recipes config dpp", ["no config 'dpp'", "Did you mean 'ddp'?"]),
-    "resume what is no run": ("resume {empty}", ["There is no recipe.yaml"]),
     "push too early": ("push {started} me/mine", ["is not finished", "hf-posenc resume"]),
     "verify, a run": ("verify {finished}", ["no config.json", "The model is in", "finished/model: give that."]),
     "eval, a run that was stopped": ("eval {started} --out {empty}/out", ["is not finished", "hf-posenc resume"]),
@@ -555,6 +407,7 @@ def test_bad_usage_exits_with_2(checkpoints: dict[str, Path]) -> None:
 # -- as a process ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid
 def test_help_and_schemes_import_no_model_code() -> None:
     program = (
         "import sys\nfrom typer.testing import CliRunner\nfrom hf_posenc.cli import app\n"

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from grid import once
 from test_public import ROOT, _imports, _sources
 
 import hf_posenc
@@ -87,9 +86,9 @@ def test_the_library_imports_what_its_own_dependencies_bring() -> None:
             assert found <= known, f"{module} imports {found - known}"
 
 
-@pytest.mark.parametrize("schemes", once([["fire", "rope"], sorted(hf_posenc.schemes())]), ids=len)
-def test_the_library_works_without_the_extra(schemes: list[str], tmp_path: Path) -> None:
-    done = process(USE, str(tmp_path), *schemes)
+@pytest.mark.grid
+def test_the_library_works_without_the_extra(tmp_path: Path) -> None:
+    done = process(USE, str(tmp_path), *hf_posenc.schemes())
     assert done.returncode == 0, done.stderr
 
 

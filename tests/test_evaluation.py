@@ -18,8 +18,6 @@ import datasets
 import pytest
 import torch
 from models import DIRECTORIES, checkpoint
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from transformers import (
     AutoTokenizer,
@@ -27,7 +25,6 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
 )
 from typer.testing import CliRunner
 
@@ -42,11 +39,9 @@ from hf_posenc.recipes.evaluation import (
     context_curve,
 )
 from hf_posenc.recipes.evaluation.grid import PERPLEXITY, share, successes
-from hf_posenc.recipes.evaluation.measure import Workers
 from hf_posenc.recipes.evaluation.perplexity import spread_windows
-from hf_posenc.recipes.evaluation.predictions import answer_predictions
 from hf_posenc.recipes.evaluation.report import Report, Section, is_report
-from hf_posenc.recipes.evaluation.text import ordinary_tokens, read_text, token_ids
+from hf_posenc.recipes.evaluation.text import read_text, token_ids
 from hf_posenc.recipes.runs.request import Request, subjects
 from hf_posenc.recipes.schema.recipe import Conversion, Data, Recipe
 from hf_posenc.recipes.storage import load
@@ -234,15 +229,6 @@ def test_what_is_asked_stands_earlier() -> None:
         assert len(prompt) == len(once) + 1  # the first token of the second copy cannot be known
 
 
-def test_an_encoder_reads_the_prompt_and_the_decoder_writes_the_answer(ids: Tensor) -> None:
-    model = checkpoint("t5")
-    prompt, answer = ids[None, :35], ids[None, 35:40]
-    with torch.no_grad():
-        expected = model(input_ids=prompt, labels=answer).logits
-        torch.testing.assert_close(answer_predictions(model, prompt, answer), expected)
-    assert ordinary_tokens(torch.tensor([5, 3, 5, 9, 9, 9, 0, 0]), [0]).tolist() == [9, 5, 3]
-
-
 # -- intervals and report ----------------------------------------------------------------------------------------------
 
 
@@ -351,18 +337,6 @@ def test_report_is_complete(tmp_path: Path) -> None:
         Grid(PERPLEXITY, {"a": (1, 2)}, torch.zeros(3, 4))
 
 
-def test_long_windows_are_read_in_smaller_batches() -> None:
-    sizes: list[tuple[int, ...]] = []
-
-    def record(ids: Tensor) -> Tensor:
-        sizes.append(tuple(ids.shape))
-        return ids[:, :1]
-
-    rows = [(torch.full((length,), row),) for row, length in enumerate([16] * 9 + [4096] * 3 + [20_000] * 2)]
-    assert Workers(batch_size=8).map(record, rows, 1)[:, 0].tolist() == list(range(14))
-    assert sizes == [(8, 16), (1, 16), (2, 4096), (1, 4096), (1, 20_000), (1, 20_000)]
-
-
 # -- whole evaluations -------------------------------------------------------------------------------------------------
 
 
@@ -412,46 +386,6 @@ def test_command(tmp_path: Path) -> None:
     again = CliRunner().invoke(cli.app, [*map(str, arguments[:9]), *named, "--json"])
     assert json.loads(again.stdout)["sections"][0]["name"] == "perplexity"
     assert "perplexity (100%" in again.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([DIRECTORIES["llama"], "--measures", "perplexty"], "Did you mean 'perplexity'"),
-        ([DIRECTORIES["llama"], "--text", "nowhere"], "There is no file or folder nowhere"),
-        ([DIRECTORIES["llama"], DIRECTORIES["llama"]], "each can be given once"),
-        ([DIRECTORIES["t5"], DIRECTORIES["llama"], "--text", "TEXT"], "are of two kinds"),
-        ([DIRECTORIES["llama"], "WORDS", "--text", "ROWS"], "words makes other tokens of the text than tiny_llama"),
-        ([DIRECTORIES["llama"], "--text", "TEXT"], "16 windows of it take 1,089 held-out tokens, there are 261"),
-    ],
-)
-def test_bad_input_ends_in_one_line(arguments: list[Any], message: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").write_text("The quick brown fox.\n" * 20, encoding="utf-8")
-    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"fox": 0}, unk_token="fox")))
-    words.save_pretrained(tmp_path / "words")
-    shutil.copy(DIRECTORIES["llama"] / "config.json", tmp_path / "words")
-    (tmp_path / "rows.jsonl").write_text('{"text": ""}\n{"text": null}\n{"text": "A quick fox."}\n', encoding="utf-8")
-    files = {"TEXT": "mine.txt", "WORDS": "words", "ROWS": "rows.jsonl"}
-    given = {name: str(tmp_path / file) for name, file in files.items()}
-    typed = [given.get(str(argument), str(argument)) for argument in arguments]
-    result = CliRunner().invoke(cli.app, ["eval", *typed, "--out", str(tmp_path / "out")])
-    assert result.exit_code == 1
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-    assert not (tmp_path / "out").exists()
-
-
-def test_models_are_compared_in_one_dtype(tmp_path: Path) -> None:
-    model = checkpoint("llama").to(torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(DIRECTORIES["llama"])
-    for name in ("half", "whole"):
-        model.save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
-        model.float()
-    models = (str(tmp_path / "half"), str(tmp_path / "whole"))
-    report = Request(models, ("perplexity",), "builtin", contexts=(64,), samples=2).run()
-    half, whole = report["perplexity"].models.values()
-    assert torch.equal(half[0].samples, whole[0].samples)
 
 
 def test_subjects_are_checkpoints_adapters_runs_and_schemes(tmp_path: Path) -> None:
@@ -525,40 +459,6 @@ def test_runs_are_measured_on_what_they_held_out_unless_they_differ(tmp_path: Pa
         Request((str(tmp_path / "one"),), ("perplexity",), column="body").run()
 
 
-def test_damaged_models_are_one_error(tmp_path: Path) -> None:
-    from peft import get_peft_model
-
-    adapter, base = tmp_path / "adapter", DIRECTORIES["llama"]
-    adapted = get_peft_model(
-        hf_posenc.patch(checkpoint("llama"), "kerple"), PosencLoraConfig(r=2, target_modules=["q_proj"])
-    )
-    adapted.peft_config["default"].base_model_name_or_path = str(base)
-    adapted.save_pretrained(adapter)
-    incomplete, unread = "header: incomplete metadata, file not fully covered", "cannot be read (JSONDecodeError: "
-    tokens = "save_pretrained writes, tokenizer.json"
-    cases: list[tuple[Path, str, int, str, list[str]]] = [
-        (adapter, "adapter_model.safetensors", -100, incomplete, ["eval", "plot"]),
-        (adapter, "adapter_config.json", 40, unread, ["eval"]),
-        (base, "tokenizer.json", 999, tokens, ["eval", "train"]),
-    ]
-    for number, (source, name, size, message, commands) in enumerate(cases):
-        folder, out = tmp_path / str(number), str(tmp_path / "out")
-        shutil.copytree(source, folder)
-        (folder / name).write_bytes((folder / name).read_bytes()[:size])
-        typed = {"plot": ["--out", out], "eval": ["--out", out, "--text", "builtin"]}
-        for command in commands:
-            train = ["train", "swap", "scheme=fire", f"model={folder}", "data=builtin", "--out", out]
-            given = train if command == "train" else [command, str(folder), *typed[command]]
-            result = CliRunner().invoke(cli.app, given)
-            assert result.exit_code == 1
-            # PEFT warns between.
-            line = result.stderr.splitlines()[-1]
-            assert line.startswith("hf-posenc: The ")
-            assert str(folder) in line
-            assert message in line
-            assert not Path(out).exists()
-
-
 def test_evaluating_changes_neither_the_callers_random_numbers_nor_modes() -> None:
     request = Request(models=("tiny-llama:fire", "tiny-llama"), measures=("perplexity",), contexts=(64,), samples=2)
     reports = []
@@ -574,12 +474,3 @@ def test_evaluating_changes_neither_the_callers_random_numbers_nor_modes() -> No
     hf_posenc.evaluate({"a": model}, [InductionCopy(torch.arange(30), (8,), samples=1)])
     context_curve(model, torch.arange(20, 300), (64,), windows=2, targets=16)
     assert [module.training for module in model.modules()] == before
-
-
-def test_a_measure_that_a_model_has_not_is_refused_before_others_are_taken(
-    ids: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ContextPerplexity, "_measure", lambda *given: pytest.fail("was taken"))
-    first = ContextPerplexity(ids, (64,), windows=2, corrupt=lambda rows: rows)
-    with pytest.raises(OptionError, match="'induction' is not defined for T5"):
-        hf_posenc.evaluate({"a": checkpoint("t5")}, [first, InductionCopy(torch.arange(30), (8,), samples=1)])
