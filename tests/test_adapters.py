@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from edits import edits
+from grid import FIRSTS
 from models import DIRECTORIES, auto, in_turn, inputs, logits, loss, new_parameters, stacks_for, stock, tokens
 from peft import AutoPeftModel, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors import safe_open
@@ -35,9 +36,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# Every scheme with LoRA. Without it: schemes of layers, shared ones on the body, ones that read the queries.
+# A scheme for each set of seams with LoRA. Without it: those of layers, shared on the body, or that read the queries.
 CASES: list[tuple[str, str, dict[str, Any]]] = [
-    *((architecture, scheme, {}) for architecture, scheme in in_turn(hf_posenc.schemes())),
+    *((architecture, scheme, {}) for architecture, scheme in in_turn(sorted(FIRSTS))),
     ("llama", "fire", {"scheme_only": True, "shared": True}),
     ("gpt2", "t5", {"scheme_only": True}),
     ("t5", "kerple", {"scheme_only": True}),

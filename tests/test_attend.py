@@ -84,9 +84,7 @@ def scenarios() -> dict[str, Scenario]:
     documents, same = packed([[9, 12, 4], [3, 1, 21]])
     return {
         "offset": Scenario(13, torch.arange(29)[None]),
-        "square": Scenario(37, torch.arange(37)[None]),
         "left padding": Scenario(21, *padded(6, 0)),
-        "one query": Scenario(1, *padded(0, 9)),
         "rows differ": Scenario(9, torch.stack((torch.arange(23) + 3, skipping))),
         "packed documents": Scenario(13, documents, same[:, -13:]),
         "mask per head": Scenario(11, places, by_head),
@@ -402,7 +400,7 @@ def outputs_and_gradients(scheme: Scheme, inputs: Tensor, scenario: Scenario, ex
     return result
 
 
-AGREE = [(name, torch.float64) for name in SCENARIOS] + [(name, torch.float32) for name in ("offset", "float mask")]
+AGREE = [(name, torch.float64) for name in SCENARIOS] + [("float mask", torch.float32)]
 
 
 @pytest.mark.parametrize(("scenario", "dtype"), AGREE, ids=str)
@@ -461,7 +459,7 @@ def test_rows_that_see_nothing_stay_finite(name: str, direction: str) -> None:
 
 # -- properties --------------------------------------------------------------------------------------------------------
 
-few_examples = settings(max_examples=3, deadline=None, derandomize=True)
+few_examples = settings(max_examples=2, deadline=None, derandomize=True)
 
 
 @every_causal_variant

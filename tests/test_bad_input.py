@@ -415,7 +415,8 @@ def fail_at(patcher: pytest.MonkeyPatch, step: str, count: int) -> None:
 STEPS_OF_PATCH = [("swap", 1), ("swap", 3), ("attach", 1), ("_placed", 1), ("drop_shared", 1), ("settle_native", 1)]
 STEPS_OF_UNPATCH = [("drop_shared", 1), ("settle_native", 1), ("restore", 2), ("restore", 5)]
 FAILURES = [
-    *itertools.product((llama, gpt2, t5, twice_patched), (to("fire"), to("learned")), STEPS_OF_PATCH),
+    *itertools.product((llama, t5, twice_patched), (to("fire"),), STEPS_OF_PATCH),
+    *itertools.product((gpt2,), (to("learned"),), STEPS_OF_PATCH),
     (t5, to("learned"), ("_placed", 2)),  # after the first stack
     *itertools.product(
         (patched(llama, "fire"), patched(gpt2, "learned"), patched(t5, "fire_s"), twice_patched),

@@ -212,10 +212,9 @@ def test_the_name_of_older_transformers_is_known() -> None:
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
-# The shapes of Llama-3-8B, with two layers; hidden size, feed-forward and vocabulary are no matter here.
 SHAPES: dict[str, Any] = {
-    "hidden_size": 64, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 2,
-    "intermediate_size": 8, "vocab_size": 16, "max_position_embeddings": 8192, "dtype": "bfloat16",
+    "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 2,
+    "intermediate_size": 8, "vocab_size": 16, "max_position_embeddings": 512, "dtype": "bfloat16",
 }  # fmt: skip
 TOKENS, ROWS = 70, 2
 

@@ -33,7 +33,11 @@ HEADS_OF_ALL = [
     *HEADS,
     *(("vit", kind) for kind in VIT.twins if issubclass(kind, transformers.PreTrainedModel) and kind not in VIT.parts),
 ]
-heads = pytest.mark.parametrize(("name", "kind"), HEADS_OF_ALL, ids=[kind.__name__ for _, kind in HEADS_OF_ALL])
+LAST = dict(HEADS_OF_ALL)
+heads = pytest.mark.parametrize(
+    ("name", "kind"),
+    [pytest.param(n, k, id=k.__name__, marks=[] if LAST[n] is k else pytest.mark.grid) for n, k in HEADS_OF_ALL],
+)
 
 
 def scheme_weights(model: Any) -> dict[str, torch.Tensor]:

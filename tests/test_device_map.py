@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate import disk_offload
+from grid import FIRSTS
 from models import DIRECTORIES, auto, in_turn, logits, stacks_for, stock, tokens
 from variants import VARIANTS, identify
 
 import hf_posenc
 
-CASES = in_turn(hf_posenc.schemes())
+CASES = in_turn(sorted(FIRSTS))
 TWO = {"num_hidden_layers": 2}
 
 

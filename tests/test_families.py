@@ -15,6 +15,7 @@ import pytest
 import tiny as heads
 import torch
 import transformers
+from grid import once
 from models import (
     BOTH,
     CACHE,
@@ -291,7 +292,7 @@ STRANGERS = {
 }
 
 
-@pytest.mark.parametrize("name", STRANGERS)
+@pytest.mark.parametrize("name", once(STRANGERS))
 def test_a_newcomer_needs_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(DECODERS, name, STRANGERS[name])
     if name not in architectures():

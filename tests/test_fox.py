@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from grid import once
 from hypothesis import given as cases
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -214,14 +215,14 @@ def layer(scheme: str, name: str, kind: str, backend: str = "eager") -> Official
     return OfficialLayer(scheme, name, DTYPES[kind], backend, **options)
 
 
-@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("kind", once(DTYPES))
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 @pytest.mark.parametrize(("scheme", "name"), LAYERS)
 def test_layers(scheme: str, name: str, backend: str, kind: str) -> None:
     layer(scheme, name, kind, backend).check_at_once()
 
 
-@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("kind", once(DTYPES))
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize(("scheme", "name"), [case for case in LAYERS if case[1] != "pro_gqa"])
 def test_layers_with_a_cache(scheme: str, name: str, cache: str, kind: str) -> None:

@@ -293,6 +293,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(case: tuple[str, str, d
         torch.testing.assert_close(again[name], gradient, atol=atol, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
 
 
+@pytest.mark.grid
 @everywhere(DEFAULT)
 def test_copies_are_independent(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _patched(case)

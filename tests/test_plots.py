@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grid import FIRSTS
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from models import DIRECTORIES, moved, stock
@@ -96,7 +97,9 @@ def scheme_of(model: Any, layer: int = 0) -> Any:
 # -- every scheme ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(hf_posenc.schemes()))
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in FIRSTS else pytest.mark.grid) for n in hf_posenc.schemes()]
+)
 def test_every_scheme_has_pictures_with_labels_and_a_title_that_fits(name: str) -> None:
     made = figures(llama(name, layers=1), inputs=IDS, heads=[1], queries=[7])
     *others, attention = made

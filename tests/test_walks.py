@@ -269,3 +269,9 @@ def test_the_rest_does_not_cancel_and_weights_are_normal_numbers_or_zero() -> No
     assert 1 < weights[weights > 0].min() / torch.finfo(torch.float32).tiny < 100
     (gradient,) = torch.autograd.grad(weights.sum(), logits)
     assert gradient.isfinite().all()
+
+
+def test_cope_declares_the_bytes_of_its_own_keys() -> None:
+    shape = Geometry(heads=4, kv_heads=2, head_dim=8, hidden_size=32)
+    assert build("cope", shape, separate_keys=True).facts(element=2).state_bytes == (2 * 8 * 2, 0)
+    assert build("cope", shape).facts(element=2).state_bytes == (0, 0)
