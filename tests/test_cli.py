@@ -178,8 +178,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return made
 
 
+@pytest.mark.grid
 def test_dry_run_says_what_would_be_done(calls: list[tuple[Any, ...]], tmp_path: Path) -> None:
-    result = run("train", "remove", "training.steps=10", "--out", tmp_path / "out", "--dry-run")
+    result = run("train", "remove", "training.steps=10", "data.limit=400", "--out", tmp_path / "out", "--dry-run")
     assert result.exit_code == 0, result.stderr
     for part in ("tiny-llama", "nope", "faded out", "10,240 (10 steps x 8 windows x 128 tokens)", "builtin", "GiB"):
         assert part in result.stdout

@@ -354,12 +354,12 @@ def test_mistakes_are_named(changes: dict[str, Any], message: str, tmp_path: Pat
 
 def test_what_a_tokenizer_lacks(tokenizer: Any, t5_tokenizer: Any) -> None:
     with pytest.raises(RecipeError, match="has no token <extra_id_0>"):
-        load_data(Data(), tokenizer, length=16, config=T5Config())
+        load_data(Data(limit=4), tokenizer, length=16, config=T5Config())
     with pytest.raises(RecipeError, match="cannot tell apart"):
-        load_data(Data(packing="documents"), t5_tokenizer, length=16, config=T5Config())
+        load_data(Data(packing="documents", limit=4), t5_tokenizer, length=16, config=T5Config())
     tokenizer.eos_token = None
     with pytest.raises(RecipeError, match="no end-of-sequence token"):
-        load_data(Data(), tokenizer, length=64)
+        load_data(Data(limit=4), tokenizer, length=64)
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------

@@ -74,6 +74,7 @@ def test_a_stopped_run_is_estimated_from_where_it_goes_on(tmp_path: Path, monkey
     assert said == [{"training": 0}, {"training": 1}]
 
 
+@pytest.mark.grid
 def test_eval_says_its_lengths_and_its_time_and_compare_and_layers_too(tmp_path: Path) -> None:
     given = [
         "eval",
