@@ -54,7 +54,7 @@ BREAKS = [
     Break("FIRE's ratio has no normaliser beyond the threshold", "goldens",
         "torch.maximum(last, self._limit().to(c))) + _EPSILON",
         "self._limit().to(c)) + _EPSILON"),
-    Break("FIRE's network starts silent at init='paper'", "matrix:exact_starts",
+    Break("FIRE's network starts silent at init='paper'", "contracts:neutral",
         'if self.init == "zero":',
         'if self.init == "paper":', near="schemes/fire.py"),
     Break("sandwich counts frequencies from another start", "goldens",
