@@ -148,11 +148,7 @@ class Composite(Scheme):
 
 
 def options_of(name: str, kinds: Sequence[type[Scheme]]) -> dict[str, type[Scheme]]:
-    """Return the part that takes each option of a scheme with add-ons, given the classes of its parts.
-
-    Raises:
-        OptionError: Two parts have an option of one name, or both replace the softmax.
-    """
+    """Return the part that takes each option of a scheme with add-ons, given the classes of its parts."""
     found: dict[str, type[Scheme]] = {}
     for kind in kinds:
         for option in option_names(kind):

@@ -256,11 +256,7 @@ class Tokens:
     host: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
     def hidden_states(self, scheme: str) -> Tensor:
-        """Return the hidden states of the keys' tokens `[B, S, E]`.
-
-        Raises:
-            ShapeError: The caller of `attend` gave none, or those of the queries only.
-        """
+        """Return the hidden states of the keys' tokens `[B, S, E]`."""
         if self.hidden is None:
             raise ShapeError(
                 f"{scheme} reads the hidden states of the keys' tokens. Pass attend(..., hidden=) of shape "

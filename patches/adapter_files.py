@@ -139,11 +139,7 @@ def _stride(values: Tensor, version: int) -> int:
 
 
 def differing(wanted: Mapping[str, Any] | None, model: nn.Module, held: Collection[str]) -> list[str]:
-    """Return the parts of a model's weights that differ from a fingerprint; what cannot be read does not.
-
-    Raises:
-        CheckpointError: There is no fingerprint, or it is of a later version.
-    """
+    """Return the parts of a model's weights that differ from a fingerprint; what cannot be read does not."""
     if not wanted:
         raise CheckpointError(
             "The adapter has no fingerprint of its base ('base_weights' in adapter_config.json), as every adapter of a "

@@ -312,13 +312,7 @@ class PosencLoraModel(LoraModel):
 
 
 def agree(model: Any, config: PosencLoraConfig) -> None:
-    """Convert a stock model to an adapter's schemes, or record a converted model's schemes in the adapter.
-
-    Raises:
-        NotPatchedError: Neither has a scheme.
-        OptionError: They differ, or there is nothing to train.
-        CheckpointError: The adapter's schemes cannot be followed, or it was trained over other weights.
-    """
+    """Convert a stock model to an adapter's schemes, or record a converted model's schemes in the adapter."""
     part = composites.part_to_convert(model)
     own, wanted = getattr(getattr(part, "config", None), "posenc", None), config.posenc
     if own is not None:

@@ -242,11 +242,7 @@ def auto_name(config_class: type, head: str) -> str | None:
 
 
 def of_model(model: object) -> Architecture:
-    """Return the architecture of a model, patched or not.
-
-    Raises:
-        ArchitectureError: It is of no known one; the message lists those that are.
-    """
+    """Return the architecture of a model, patched or not."""
     kind = _unsharded(type(model)) if isinstance(model, PreTrainedModel) else None
     return _of(kind, f"a {type(model).__module__}.{type(model).__qualname__}")
 

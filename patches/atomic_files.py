@@ -143,10 +143,6 @@ def whole_files(out: Path, part_of: Callable[[str], object] = lambda name: None)
 
     Files with other names stay. `part_of(name)` groups files that belong together, such as the shards of a checkpoint;
     writing one of a group removes its old rest. Others who write the same directory wait.
-
-    Raises:
-        OutputError: `out` cannot be written.
-        StorageError: It does not fit.
     """
     with in_place(out), contextlib.ExitStack() as undo:
         for folder in reversed([folder for folder in (out, *out.parents) if not folder.is_dir()]):
@@ -164,10 +160,6 @@ def whole_directory(out: Path, replaceable: Callable[[Path], bool] = lambda fold
     """Give a directory to write to, which becomes `out` when the block ends, and vanishes if it fails.
 
     `replaceable` says whether an `out` that is there, and not empty, may be replaced.
-
-    Raises:
-        OutputError: `out` exists and must be kept, or cannot be made.
-        StorageError: It does not fit.
     """
     given = out
     with _writing(given):

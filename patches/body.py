@@ -85,12 +85,7 @@ class PosencBody(Switch):
         return output
 
     def check_keywords(self, call: Mapping[str, Any]) -> None:
-        """Raise if a keyword would go through all modules to the attention function, and change what that computes.
-
-        Raises:
-            DirectionError: It says that an encoder is causal, or a decoder is not.
-            OptionError: It is another argument of attention functions.
-        """
+        """Raise if a keyword would go through all modules to the attention function, and change what that computes."""
         for name in FUNCTION_ARGUMENTS - {*self.posenc_arguments}:
             if call.get(name) is not None:
                 raise OptionError(

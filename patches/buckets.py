@@ -183,9 +183,6 @@ def add_encoder_decoder(name: str, namespace: dict[str, Any]) -> Family:
     Args:
         name: Name of the module, as in `transformers.models.<name>`.
         namespace: `globals()` of the caller, into which the patched classes go, where pickle and checkpoints find them.
-
-    Raises:
-        ArchitectureError: The module has other classes than T5's.
     """
     modeling, models = classes_of(name)
     prefix = next((kind.__name__.removesuffix(_HEAD) for kind in models if kind.__name__.endswith(_HEAD)), "")

@@ -250,9 +250,6 @@ def update(
 
     Returns keys, values and state of all tokens in the layer (of all slots, in a static cache). State that is `recent`
     is kept for the last tokens only, `history` of them.
-
-    Raises:
-        CacheError: The kind of cache layer cannot hold state, or the layer was filled by another model.
     """
     cache = self_attention(cache)
     if layer < len(cache.layers):
@@ -294,11 +291,7 @@ def is_known(cache: Cache | None) -> bool:
 
 
 def check(cache: Cache | None) -> None:
-    """Raise if a patched model cannot use a cache, before anything is written to it.
-
-    Raises:
-        CacheError: A kind of cache layer cannot hold state, or the cache was filled by another model.
-    """
+    """Raise if a patched model cannot use a cache, before anything is written to it."""
     if cache is not None and not is_known(cache):
         for layer in self_attention(cache).layers:
             _check_layer(layer)

@@ -194,11 +194,7 @@ def _check_save(saves: dict[str, str | None]) -> None:
 
 
 def check_stored(model: Any, state_dict: Any, files: Sequence[str] | None, load_config: Any) -> None:
-    """Raise unless a checkpoint, or a `state_dict` instead, holds the tensors of a model; only headers are read.
-
-    Raises:
-        CheckpointError: A tensor is missing, unknown or misshapen, or a file is damaged.
-    """
+    """Raise unless a checkpoint, or a `state_dict` instead, holds the tensors of a model; only headers are read."""
     source, mapping = load_config.pretrained_model_name_or_path, load_config.weight_mapping or ()
     if not record.converted(model.config):
         raise CheckpointError(

@@ -242,11 +242,7 @@ def known(model: object) -> Architecture | None:
 
 
 def part_to_convert(model: nn.Module) -> Any:
-    """Return the model that a patch changes: the model itself, or the language model of a composite.
-
-    Raises:
-        ArchitectureError: The model is of no known architecture, and nor is its language model.
-    """
+    """Return the model that a patch changes: the model itself, or the language model of a composite."""
     if known(model) is not None or not isinstance(model, PreTrainedModel):
         return model
     config: Any = model.config

@@ -219,10 +219,6 @@ def check_tensors(call: Mapping[str, Any]) -> None:
     """Raise if an argument of a forward that holds numbers for each token is of a wrong type.
 
     A dict of masks has one for each type of layer.
-
-    Raises:
-        ShapeError: It is no dense tensor.
-        PositionError: Positions are no integers.
     """
     for name, value in call.items():
         if not (name.endswith(("_ids", "_mask", "_embeds")) or name in (*_ENDS, _NUMBERS)):
@@ -240,10 +236,6 @@ def check_mask(mask: Tensor | None) -> None:
     """Raise if the shape or the values of an attention mask contradict its kind; transformers accepts some silently.
 
     Values are not read while a graph is traced.
-
-    Raises:
-        ShapeError: It is neither 2-D nor 4-D. A 2-D mask is to be added, a 4-D one is not, or one holds other numbers
-            than a mask of its dtype does.
     """
     if mask is None:
         return
@@ -316,10 +308,6 @@ def stated_samples(call: dict[str, Any], request: Request) -> dict[str, Tensor]:
 
     Returns:
         The numbers of samples by each argument, which never fall within a row, int64 `[B, S]`.
-
-    Raises:
-        PositionError: An argument does not fit the inputs.
-        CacheError: Tokens are in the cache already.
     """
     mask, past, batch, length = request.mask, request.past, request.batch, request.length
     device = request.device
@@ -396,9 +384,6 @@ def sequences(
         positions: Positions of the tokens.
         real: Mask of the tokens that are no padding, bool `[B|1, S]`; `None` means all.
         stated: Result of `stated_samples`: numbers by which the samples begin at the same tokens.
-
-    Raises:
-        PositionError: They begin at other tokens.
     """
     stated, begins = stated or {}, _starts(positions, real, torch.le)
     if not torch.compiler.is_compiling():
@@ -445,9 +430,6 @@ def resolve_positions(request: Request, counted: Tensor | None = None) -> Tensor
     Explicit positions win. Otherwise the real tokens of stated samples are counted; otherwise the model counts in a way
     of its own (`counted`). Otherwise a 2-D padding mask is counted, so that the first real token of a left-padded row
     is at 0 (transformers does that in `generate` only). Otherwise tokens follow what is in the cache.
-
-    Raises:
-        PositionError: The positions do not fit the inputs.
     """
     batch, length, device, past, mask = request.batch, request.length, request.device, request.past, request.mask
     traced = torch.compiler.is_compiling()

@@ -180,11 +180,7 @@ class TableBody(PosencBody):
 
 
 def table_of(body: object) -> nn.Embedding:
-    """Return the table of positions of a body.
-
-    Raises:
-        ArchitectureError: There is none.
-    """
+    """Return the table of positions of a body."""
     embeddings = getattr(body, "embeddings", None)
     table = getattr(body, "wpe", None) if embeddings is None else getattr(embeddings, "position_embeddings", None)
     if not isinstance(table, nn.Embedding):
@@ -429,11 +425,7 @@ def add_family(name: str, namespace: dict[str, Any], kind: type[Family] | None =
 
 
 def classes_of(name: str) -> tuple[ModuleType, list[type[PreTrainedModel]]]:
-    """Return `transformers.models.<name>.modeling_<name>`, and its model classes but for their common base.
-
-    Raises:
-        ArchitectureError: transformers has no such module.
-    """
+    """Return `transformers.models.<name>.modeling_<name>`, and its model classes but for their common base."""
     path = f"transformers.models.{name}.modeling_{name}"
     try:
         module = importlib.import_module(path)

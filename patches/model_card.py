@@ -193,11 +193,7 @@ def card(existing: str, config: Any, head: str, starts: Sequence[str], origin: s
 
 
 def _described(text: str, facts: Mapping[str, str | None], tags: Sequence[str]) -> str:
-    """Return a card with the metadata that it does not have yet; if none is missing, it stays as it is.
-
-    Raises:
-        ValueError: The metadata there are no mapping, or the tags no list of words.
-    """
+    """Return a card with the metadata that it does not have yet; if none is missing, it stays as it is."""
     data, found = _metadata(text), _METADATA.match(text)
     own = _words(data.get("tags"))
     new: dict[str, Any] = {key: value for key, value in facts.items() if value and not data.get(key)}

@@ -83,11 +83,7 @@ class PosencModel:
         attach_recorded(self, is_new=True)  # type: ignore[arg-type]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load weights, as `nn.Module.load_state_dict` does.
-
-        Raises:
-            CheckpointError: Some are of another scheme; `strict=False`, as in `Trainer`, would drop them.
-        """
+        """Load weights, as `nn.Module.load_state_dict` does."""
         known = set(self.state_dict())
         foreign = [name for name in state_dict if surgery.is_of_scheme(name) and name not in known]
         remedy = "Patch the model with the scheme that they are of, and the same options"
@@ -107,11 +103,7 @@ class PosencModel:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return all tensors, as `nn.Module.state_dict` does.
-
-        Raises:
-            ArchitectureError: They are to be saved by a stock model, which got this one as a part after it was made.
-        """
+        """Return all tensors, as `nn.Module.state_dict` does."""
         for function, frame in locks.running() if kwargs.get("prefix") else ():
             is_saving = function == ("transformers.modeling_utils", "save_pretrained")
             if is_saving and not surgery.is_patched(saving := frame.f_locals["self"]):

@@ -216,11 +216,7 @@ class _Projected(Exception):
 def read_facts(
     config: Any, layer: type[nn.Module], attention: type[nn.Module], rotary: type[nn.Module] | None, index: int
 ) -> Facts:
-    """Run the stock forward of a layer on the meta device, once for the same code and config; return what it shows.
-
-    Raises:
-        ArchitectureError: A fact that a scheme needs does not show.
-    """
+    """Run the stock forward of a layer on the meta device, once for the same code and config; return what it shows."""
     kinds = (layer, attention, rotary)
     # A patch changes the class of a config, its name and its record, of which no stock code knows.
     stated = {key: value for key, value in vars(config).items() if not key.startswith(("posenc", "_name_or_path"))}

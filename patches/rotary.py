@@ -92,9 +92,6 @@ def rescaled(config: Any, way: str, factor: float, length: int) -> dict[str, Any
         way: Rope type of transformers; or `"base"`, a higher base.
         factor: Wanted length, in trained lengths.
         length: Trained length.
-
-    Raises:
-        OptionError: The way does not suit the model.
     """
     parameters = _parameters(config, _kind(config))
     theta, share = parameters["rope_theta"], parameters.get("partial_rotary_factor") or 1.0
@@ -127,9 +124,6 @@ def set_rope(model: PreTrainedModel, changes: Mapping[str, Any]) -> dict[str, An
     """Change the rope parameters of a stock model in place, in layers that read the whole text; return all it had.
 
     A new rope type leaves only base and rotated share of the old one. A model whose change is refused stays as it was.
-
-    Raises:
-        OptionError: The model has no rotary encoding, or a parameter is refused by transformers or has no effect.
     """
     config: Any = model.config
     before: dict[str, Any] | None = copy.deepcopy(getattr(config, "rope_parameters", None))

@@ -31,9 +31,6 @@ def resolve(native: Any, layers: Iterable[tuple[str, Geometry]], *, what: str, s
         layers: Type and geometry of each chosen layer.
         what: The model's own encoding, in words.
         shares: Whether it can stay in part.
-
-    Raises:
-        OptionError: It is none of these, or does not suit the model.
     """
     if native in ("remove", "keep"):
         return cast("NativeSetting", native)

@@ -70,11 +70,6 @@ def run(call: Call, *, executor: str | None = None) -> tuple[Tensor, Tensor | No
 
     Returns:
         The output `[B, H, Q, D]`; the weights `[B, H, Q, K]` if the call needs them, else `None`.
-
-    Raises:
-        OptionError: The named executor cannot run the call.
-        DirectionError: A query sees a key at a later position, and the scheme is not defined for any.
-        ExportError: `torch.jit.trace` records what runs.
     """
     if not torch.compiler.is_compiling() and torch._C._is_tracing():
         raise ExportError(

@@ -113,9 +113,6 @@ def from_tensor(
 
     Values of a float mask below `_HIDDEN` mean "hidden". They become booleans, so that they replace the bias of a
     scheme instead of being added to it, and so that schemes that count keys do not count hidden ones.
-
-    Raises:
-        ShapeError: The mask does not broadcast to `shape`: batch, heads, queries and keys.
     """
     if mask.ndim != 4 or any(got not in (1, want) for got, want in zip(mask.shape, shape, strict=True)):
         raise ShapeError(

@@ -20,10 +20,6 @@ class AttentionSinks(Scheme):
 
     Parameters: `sinks` `[H]`.
 
-    Starts: a break, since every sink takes a share. A lower `sink_start` takes less and learns more slowly.
-
-    Deviations from transformers' gpt-oss: sinks start at one number, not at random.
-
     Args:
         sink_start: Logit of all sinks at the start.
     """

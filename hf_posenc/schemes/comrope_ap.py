@@ -19,11 +19,6 @@ class ComRoPEAP(ComRoPE):
     texts. A model without rotation starts unrotated. `"zero"`: no base and no rotation: an exact no-op if the native
     encoding is kept. `"official"`: no base, parameters from N(0, 1).
 
-    Angles are computed in float64 and applied in float32 or wider.
-
-    Deviations from the official code: grouped queries share generators within a group; there is a base; coordinates
-    have no jitter in training.
-
     Args:
         block_size: Channels in a block, an even number that divides the channels of a head divided by axes. `None` is
             the largest such number up to 8.

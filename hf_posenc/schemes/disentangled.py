@@ -70,11 +70,6 @@ class Disentangled(Scheme):
     layer, from E to H * D with bias. In decoders the table has the official shape too; nothing reads its half for keys
     ahead of the query: where a mask shows some, they have the embedding of their distance behind it.
 
-    Deviations from the official code: by default the logits keep the model's own scale (`scale`) and shared projections
-    leave out their biases (`share_bias`), since an exact start needs both; with grouped queries each head has its own
-    projected positions, and with `share_att_key` all query heads of a kv head share those of the layer's key
-    projection; a cache may hold more keys than there are queries.
-
     Args:
         max_distance: Distance from which all keys share one embedding.
         buckets: Half the number of embeddings if far distances share them in logarithmic buckets, an even number

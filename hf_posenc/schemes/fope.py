@@ -34,10 +34,6 @@ class FoPE(Annealed, RotaryScheme):
     coefficients by `progress`, which is saved with the model and starts at 0. Raise it to 1 while training, with
     `anneal_to`.
 
-    Deviations from the official code: parameters per kv head; coefficients are trained by default; no pairs are lost
-    (see `official_layout`); pairs without frequency are unchanged, as in equation 13 of the paper (see
-    `official_sin_pad`); the cache holds rotated keys; positions are independent of slots in the cache.
-
     Args:
         init: Start, see above.
         sigma: Gain of the start of the coefficients; the paper has 0.3 to 0.6.

@@ -40,9 +40,6 @@ class FoX(Scheme):
     -1/T` for any content, so 1/e is left after T tokens: `"timescale"` spreads T over the heads; `"horizon"` sets T
     beyond the context, which moves logits by at most context / T and suits a kept native encoding.
 
-    Deviations from the official code: grouped queries and encoders; time scales also for gates of content, which then
-    start as a fixed decay; padding tokens have f = 1 anywhere, and sums continue over padding and from chunk to chunk.
-
     Args:
         forget_gate: Input of the gates: `"full"` is the hidden state; `"bias_only"` a learned number per head;
             `"fixed"` a number per head that is not trained.

@@ -50,10 +50,6 @@ class FoXPro(FoX):
     start at one (that of queries compensates a softmax scale other than 1 / sqrt(D)), the rest at N(0, 0.02): a break
     even if the native encoding is kept.
 
-    Deviations from the official code: with grouped queries, keys and values are shifted, and keys normalised, per kv
-    head; the shift continues from the cache for any number of new tokens, skips padding, restarts in every packed
-    sequence, and follows the cache when it is cropped or reordered.
-
     Args:
         output_gate: Gate the output.
         output_norm: Normalise the output.

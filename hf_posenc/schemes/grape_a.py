@@ -28,12 +28,6 @@ class GRAPEA(Scheme):
 
     Parameters: `omega` `[H]`, whose softplus is the learned number, `u` `[H, D]`.
 
-    Starts: a break with the official start, omega at 1 and u in random directions. With `gate` the bias is multiplied
-    by a learned factor per head that starts at 0, an exact no-op if the native encoding is kept.
-
-    Deviations from the official code: grouped queries; encoders, where the official distance is 0 ahead of a query; the
-    gate. Its forms with slopes from queries are left out.
-
     Args:
         gate: Multiply the bias by a learned factor per head that starts at 0.
     """

@@ -32,11 +32,6 @@ class LieRE(BlockRotary):
     config: exact for texts. A model without rotation starts unrotated. `"zero"`: no base and no rotation: an exact
     no-op if the native encoding is kept. `"official"`: no base, parameters from U(0, 2 pi).
 
-    Angles are computed in float64 and applied in float32 or wider.
-
-    Deviations from the official code: grouped queries share generators within a group; there is a base, and a start for
-    pretrained models.
-
     Args:
         block_size: Channels in a block, an even number; `None` is 8, or less in smaller heads.
     """

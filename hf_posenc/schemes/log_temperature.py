@@ -29,8 +29,6 @@ class LogTemperature(Scheme):
     trained length is 1, as in the paper's switch of a pretrained model. `"llama4"` is exact up to the position
     `floor - 2`, so for all texts of the trained length.
 
-    Deviations: n counts positions, so padding does not count, and a window that hides keys does not lower n.
-
     Args:
         temperature: Form of the factor, see above: `"affine"`, `"ssmax"` or `"llama4"`.
         slope: Start of s, or the slope of `"llama4"`; `None` is 0 for `"affine"`, the reciprocal of the mean of `log n`

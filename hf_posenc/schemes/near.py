@@ -21,8 +21,6 @@ class Near(DistanceBias):
 
     Parameters: `offsets`, `[H, N]` in decoders, index `i - j`; `[H, 2N - 1]` in encoders, index `i - j + N - 1`.
 
-    Starts: zero, an exact no-op.
-
     Args:
         near_distances: Number N of distances, that of a token to itself included.
     """

@@ -33,14 +33,6 @@ class PaTH(Scheme):
     Parameters: `w_proj.0.weight` `[rank, E]`, `w_proj.1.weight` `[G D, rank]`, `w_conv1d` `[G D, kernel]`,
     `bt_proj.weight` `[G, E]`, `bt_proj.bias` `[G]`.
 
-    Starts: a break with the official start, beta near 1. With `gate` every beta is multiplied by a learned factor per
-    kv head that starts at 0, an exact no-op if the native encoding is kept: then the logit is the native one plus what
-    the matrices change of `s k_j^T q_i`.
-
-    Deviations from the official code: the low rank for grouped queries, too; the convolution begins again with each
-    packed sequence; the gate. Without its forget gate and normalised queries and keys. The cache keeps w and beta of
-    each token in float32, where the official decoder rewrites the cached keys.
-
     Args:
         rank: Rank of the projection.
         kernel: Tokens under the convolution: the token itself and those before it.

@@ -24,9 +24,6 @@ class RePo(ContentRotation):
     taken. `"zero"`: z alone, with `W_z = 0`: no rotation, an exact no-op if the native encoding is kept.
     `"official"`: z alone, with all weights from N(0, 0.02).
 
-    Deviations from the official code: grouped queries share the positions of their keys; the start on top of the
-    position. The paper leaves the first layers as they are: pass `layers`.
-
     Args:
         width: Hidden channels of the network; `None` is an eighth of the hidden state.
     """

@@ -33,10 +33,6 @@ class RoPE2D(PairRotation):
     directions. `"zero"`: no rotation, an exact no-op if the native encoding is kept: mixed frequencies are 0 without
     base, axial angles are multiplied by one learned factor `gate_weight`, which is 0.
 
-    Deviations from the official code: any number of axes; grouped queries share frequencies within a group; no table
-    for a fixed grid; the axes of an image are (row, column), but (column, row) in the official code, so `freqs[0]` and
-    `freqs[1]` of its weights swap places.
-
     Args:
         kind: Kind: `"mixed"` or `"axial"`.
         axes: Number of coordinates of a token; `None` is 2, or that of the model if it has more.

@@ -31,10 +31,6 @@ class SelectiveRoPE(ContentRotation):
     whose frequencies are taken. `"zero"`: the sums alone, at zero: no rotation, an exact no-op if the native encoding
     is kept. `"official"`: the sums alone, with torch's default for all weights.
 
-    Deviations from the official code: grouped queries share the steps of their keys; padding makes no step; the
-    convolution and sums begin again with each packed sequence; the start on top of the position. Without the full-rank
-    projection, phase gates, and the bias of the steps.
-
     Args:
         theta: Ratio of the wavelengths; `None` uses the model's own frequencies, else 10,000 (500,000 in the official
             code).

@@ -39,9 +39,6 @@ class TaPE(RotaryScheme):
     Parameters: `post_attention_linear` `[H, H]` and `pe.up_proj` `[P, H]` start at zero, which makes the start RoPE
     exactly; `pe.x_proj` `[P, E]` and `pe.down_proj` `[H, P]` start at N(0, 0.02).
 
-    Deviations from the official code: no random offset of positions in training; grouped queries, with each key rotated
-    once per query head; a cache; padding.
-
     Args:
         position_size: Hidden width P of the update; `None` is 4 H, as in the official training script.
         head_mix: Mix heads by `post_attention_linear` as a matrix. The official code sums its columns, which leaves one
