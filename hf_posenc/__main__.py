@@ -6,7 +6,6 @@ from hf_posenc.errors import MissingPackageError, require_recipes
 
 
 def main() -> None:
-    """Run the command line, or print what is not installed."""
     try:
         require_recipes()
     except MissingPackageError as error:

@@ -48,7 +48,6 @@ class _Hook(importlib.abc.MetaPathFinder):
             self.settle()
 
     def settle(self) -> None:
-        """Register and stop watching, if a trigger is loaded."""
         if self in sys.meta_path and any(trigger in sys.modules for trigger in self.triggers):
             sys.meta_path.remove(self)
             # A module without the function is still being imported, and registers at its own end.

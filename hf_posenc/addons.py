@@ -68,7 +68,6 @@ class Composite(Scheme):
 
     @property
     def added_on(self) -> list[Scheme]:
-        """The add-ons."""
         return self.schemes()[1:]
 
     def reset_parameters(self) -> None:

@@ -22,9 +22,6 @@ def grid(rows: int, columns: int, *, step: float = 1.0) -> Tensor:
         step: Distance between neighbouring patches. `R / rows` keeps the coordinates of an image of R rows at a
             resolution of `rows` rows.
 
-    Returns:
-        float32 `[1, rows * columns, 2]`.
-
     Raises:
         PositionError: A size or the step is not positive.
     """
@@ -44,9 +41,6 @@ def join(*parts: int | Tensor, axes: int | None = None) -> Tensor:
         *parts: Parts in order: the number of tokens of a text, or coordinates `[1, S, n]` or `[S, n]` that count from
             0.
         axes: Number of coordinates n of a token; needed only if all parts are texts.
-
-    Returns:
-        float32 `[1, S, n]`.
 
     Raises:
         PositionError: A part is misshapen, or the parts differ in the number of axes.
@@ -95,5 +89,4 @@ def stack(parts: Sequence[Tensor], *, padding_side: str = "left") -> Tensor:
 
 
 def _rows(part: Tensor) -> Tensor:
-    """Return coordinates `[1, S, n]` as `[S, n]`."""
     return part[0] if part.ndim == 3 and part.shape[0] == 1 else part

@@ -36,14 +36,7 @@ def ending(x: Tensor) -> Tensor:
 
 
 def differentiable(output: Tensor, form: Form, operands: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
-    """Return the output of a fast form, with the derivatives of a plain form where a graph of gradients is asked for.
-
-    Args:
-        output: Output of the fast form.
-        form: The plain form. It must hold no operands, which autograd keeps.
-        operands: Tensors that it takes.
-        parameters: Tensors that it takes, and may find by itself.
-    """
+    """Return the output of a fast form, with the derivatives of a plain form where a graph of gradients is asked for."""
     if not output.requires_grad or torch.compiler.is_compiling():
         return output
     found: Tensor = _Output.apply(form, len(operands), output, *operands, *parameters)  # type: ignore[no-untyped-call]

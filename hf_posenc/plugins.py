@@ -52,5 +52,4 @@ def load_installed() -> None:
 
 
 def is_built_in(module: str) -> bool:
-    """Whether a module belongs to this package."""
     return module.partition(".")[0] == __name__.partition(".")[0]

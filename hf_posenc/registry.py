@@ -27,8 +27,6 @@ _LARGEST_TENSOR = 2**30
 # The option of every scheme that none has to declare.
 _WINDOW = "window"
 FAMILIES = ("absolute", "add-on", "additive", "content-relative", "contextual", "rotary")
-# Fields of `Facts` that were methods of a scheme.
-_IN_FACTS = ("cautions", "end_of_positions", "starts_exact", "start_tolerance", "state_bytes", "weights_sum_to_one")
 _FILLS = {"uniform_", "normal_", "constant_", "kaiming_uniform_", "fill_", "zero_"}
 _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
 
@@ -63,12 +61,10 @@ class SchemeInfo:
 
     @property
     def summary_line(self) -> str:
-        """The first line alone."""
         return (inspect.getdoc(self.cls) or "").partition("\n")[0]
 
     @property
     def headline(self) -> str:
-        """The first sentence alone."""
         # The full stop of "et al. 2024" does not end a sentence.
         return re.split(r"(?<=[.])\s(?=[A-Z`])", self.summary, maxsplit=1)[0]
 
@@ -94,7 +90,6 @@ class SchemeInfo:
 
     @property
     def kinds(self) -> tuple[type[Scheme], ...]:
-        """The classes of the scheme and of its add-ons."""
         return (self.cls, *(addon.cls for addon in self.addons))
 
     @property
@@ -103,11 +98,9 @@ class SchemeInfo:
         return tuple(sorted({kind.__module__ for kind in self.kinds if not plugins.is_built_in(kind.__module__)}))
 
     def option_defaults(self) -> dict[str, Any]:
-        """Return each option with its default."""
         return {name: default for name, (_, default) in self.typed_options().items()}
 
     def typed_options(self) -> dict[str, tuple[Any, Any]]:
-        """Return type and default of each option."""
         if not self.addons:
             return _typed_options(self.cls)
         return {name: _typed_options(kind)[name] for name, kind in options_of(self.name, self.kinds).items()}
@@ -177,11 +170,6 @@ def _check_class(name: str, cls: type[Scheme], *, causal: bool) -> None:
                 raise OptionError(
                     f"register_scheme({name!r}): the option {option!r} has no {what}. Write it as name: type = value."
                 )
-    moved = [old for old in _IN_FACTS if hasattr(cls, old)]
-    if moved:
-        raise OptionError(
-            f"register_scheme({name!r}): nothing calls the method {moved[0]}(). Return the value in facts()."
-        )
     geometry = Geometry(heads=4, kv_heads=4, head_dim=16, hidden_size=64, causal=causal, max_positions=64)
     try:
         # As transformers does, which loads the weights afterwards.
@@ -243,7 +231,6 @@ def get(name: str) -> SchemeInfo:
 
 
 def _combined(name: str, parts: list[SchemeInfo]) -> SchemeInfo:
-    """Return the record of a scheme with add-ons."""
     base, *others = parts
     for other in others:
         if other.family != "add-on":
@@ -420,9 +407,6 @@ class Description:
 def describe(scheme: str) -> Description:
     """Describe a scheme: what it does, its source, how it starts, its options.
 
-    Args:
-        scheme: A registered name.
-
     Raises:
         UnknownSchemeError: No scheme has that name.
     """
@@ -442,7 +426,6 @@ def describe(scheme: str) -> Description:
 
 
 def _in_code(hint: Any) -> str:
-    """Return a type as it is written in code."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return " | ".join(_in_code(choice) for choice in typing.get_args(hint))
     return "None" if hint is type(None) else inspect.formatannotation(hint).replace("typing.", "")

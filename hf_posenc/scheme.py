@@ -102,7 +102,6 @@ class Scheme(FastForms, nn.Module, metaclass=_Started):
         self.common: Scheme | None = None
 
     def require(self, condition: bool, option: str, got: object, expected: str) -> None:
-        """Raise `OptionError` unless a condition on an option holds."""
         if not condition:
             raise OptionError(f"{self.name}: option {option}={shown(got)}: expected {expected}.")
 
@@ -128,13 +127,7 @@ class Scheme(FastForms, nn.Module, metaclass=_Started):
     # -- seams ---------------------------------------------------------------------------------------------------------
 
     def embed(self, inputs: Tensor, positions: Tensor, coords: Tensor | None = None) -> Tensor:
-        """Return the input of the first layer, given the embeddings of the tokens.
-
-        Args:
-            inputs: Embeddings of the tokens, `[B, S, E]`.
-            positions: Positions of the tokens, int64 `[B|1, S]`.
-            coords: Coordinates of the tokens in n dimensions, `[B|1, S, n]`; see `Positions`.
-        """
+        """Return the input of the first layer, given the embeddings of the tokens."""
         return inputs
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
@@ -186,10 +179,6 @@ class Scheme(FastForms, nn.Module, metaclass=_Started):
         """Return the facts of this scheme in a model.
 
         By default the start is exact with the native encoding kept, if the neutral options are set.
-
-        Args:
-            native_kept: Whether the model keeps its native encoding.
-            element: Bytes of one number in the model's dtype.
         """
         neutral = self.neutral_options
         exact = native_kept and neutral is not None and all(getattr(self, x) == value for x, value in neutral.items())

@@ -51,7 +51,6 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def build(self, **shape: Any) -> Scheme:
-        """Return the scheme at its start."""
         torch.manual_seed(0)
         return build(self.name, Geometry(**{**_SHAPE, **shape}, causal=self.causal), **self.options)
 
@@ -66,7 +65,6 @@ class Case:
 
 
 def draw(scheme: Scheme, length: int, batch: int = 2, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Return random queries, keys, values and hidden states."""
     shape, generator = scheme.geometry, torch.Generator().manual_seed(2)
     heads = [(batch, count, length, shape.head_dim) for count in (shape.heads, shape.kv_heads, shape.kv_heads)]
     sizes = [*heads, (batch, length, shape.hidden_size)]
@@ -234,10 +232,6 @@ SCHEME_CONTRACTS: tuple[Callable[[Case], None], ...] = (
 
 def check_scheme(name: str, **options: Any) -> None:
     """Check all contracts of a registered scheme, in each direction of attention that it declares.
-
-    Args:
-        name: A registered name.
-        **options: Options of the scheme.
 
     Raises:
         AssertionError: A contract is broken; the message names it.

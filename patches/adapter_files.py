@@ -83,7 +83,6 @@ def check(weights: Path, expected: Mapping[str, Tensor]) -> None:
 
 
 def _is_kin(found: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether weights of one dtype may be read into weights of another."""
     return found == wanted or (found in _FLOATS and wanted in _FLOATS)
 
 
@@ -177,7 +176,6 @@ def _base_parameters(
 
 
 def refuse_pickled(folder: Path) -> None:
-    """Raise if a folder holds pickled weights of an adapter."""
     if (folder / WEIGHTS_NAME).exists():
         raise CheckpointError(
             f"{folder / WEIGHTS_NAME} is pickled, and cannot be bound to its scheme. Delete it, and save the adapter "

@@ -101,7 +101,6 @@ class PosencLoraConfig(LoraConfig):
 
     @property
     def has_schemes(self) -> bool:
-        """Whether the schemes' own weights are in the adapter."""
         return not _SCHEMES.isdisjoint(self.saved)
 
     @property
@@ -123,7 +122,6 @@ class PosencLoraConfig(LoraConfig):
             self._pending = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content of `adapter_config.json`."""
         stock: Any = super()
         found: dict[str, Any] = stock.to_dict()
         found["peft_type"] = f"{_LOCK}_{PeftType.LORA.value}{_REMEDY}"
@@ -217,12 +215,10 @@ class PosencLoraModel(LoraModel):
             self._settle()
 
     def set_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """Activate adapters."""
         super().set_adapter(*args, **kwargs)
         self._settle()
 
     def delete_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """Delete an adapter."""
         super().delete_adapter(*args, **kwargs)
         self._settle()
 
@@ -408,7 +404,6 @@ def _base(model: Any) -> Any:
 
 
 def _find_weights(name: str, subfolder: str | None, **download: Any) -> Path:
-    """Return the path of an adapter's weights, even if the file is missing."""
     folder = Path(name, subfolder or "")
     if not folder.is_dir():
         with contextlib.suppress(EntryNotFoundError):
@@ -417,7 +412,6 @@ def _find_weights(name: str, subfolder: str | None, **download: Any) -> Path:
 
 
 def _ours(config: Any) -> bool:
-    """Whether a configuration has room for schemes."""
     return isinstance(config, PosencLoraConfig)
 
 
@@ -467,7 +461,6 @@ def _folder(target: Path, name: str) -> Path:
 
 
 def register_all() -> None:
-    """Make adapters of converted models known to PEFT, as the table at the top says."""
     types = cast("dict[str, Any]", PEFT_TYPE_TO_CONFIG_MAPPING)
     for kind in PeftType:
         for ending in ("", _REMEDY):  # the first adapters had the name alone

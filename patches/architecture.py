@@ -121,7 +121,6 @@ class Architecture(ABC):
 
 
 def stated_length(config: Any) -> int | None:
-    """Return the number of positions that a config states; `None` if it states none."""
     names = ("max_position_embeddings", "n_positions")
     return next((int(length) for name in names if (length := getattr(config, name, None))), None)
 
@@ -208,7 +207,6 @@ def _load_builtin() -> None:
 
 
 def architectures() -> dict[str, Architecture]:
-    """Return all known architectures by name."""
     _load_builtin()
     plugins.load_installed()
     return dict(_ARCHITECTURES)
@@ -219,7 +217,6 @@ register_all = architectures
 
 
 def config_pair(architecture: Architecture) -> tuple[Any, Any]:
-    """Return the stock config class of an architecture and its twin."""
     return next((stock, twin) for stock, twin in architecture.twins.items() if hasattr(stock, "model_type"))
 
 

@@ -97,7 +97,6 @@ def published(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically."""
     with published(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 

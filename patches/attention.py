@@ -34,7 +34,6 @@ CONTEXT = "posenc"
 
 
 def check_backend(name: str | None) -> None:
-    """Raise unless the attention implementation honours schemes."""
     if name is not None and name not in BACKENDS:
         raise AttentionBackendError(
             # Callers look for this beginning of transformers' own message.
@@ -45,7 +44,6 @@ def check_backend(name: str | None) -> None:
 
 
 def arguments_of(stock: type) -> tuple[str, ...]:
-    """Return the names of the arguments of a stock forward, in order."""
     return tuple(inspect.signature(stock.forward).parameters)[1:]  # type: ignore[attr-defined]
 
 

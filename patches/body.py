@@ -127,7 +127,6 @@ class PosencBody(Switch):
         return self.hand_down(call, context)
 
     def inputs_of(self, call: dict[str, Any], request: Request, coords: Tensor | None) -> Inputs:
-        """Return the new tokens, with their positions."""
         counted = None if request.placed else self.counted_positions(call, request.past)
         positions = resolve_positions(request, counted)
         if coords is not None:
@@ -150,7 +149,6 @@ class PosencBody(Switch):
         return inputs
 
     def context(self, call: Mapping[str, Any], inputs: Inputs) -> Context:
-        """Return the context of the layers."""
         config = self.config
         # A model that has no other implementation than eager was not asked to be dense.
         eager = config._attn_implementation == "eager" and bool(self._supports_sdpa or config.output_attentions)
@@ -183,12 +181,10 @@ class PosencBody(Switch):
         return mask
 
     def is_causal_stack(self) -> bool:
-        """Whether tokens see earlier ones only."""
         attention = next(module for module in self.modules() if hasattr(module, "is_causal"))
         return bool(attention.is_causal)
 
     def given_positions(self, call: dict[str, Any]) -> Tensor | None:
-        """Return the positions that the caller passed, if any."""
         return call.get("position_ids")
 
     def counted_positions(self, call: dict[str, Any], past: int | Tensor) -> Tensor | None:
@@ -208,7 +204,6 @@ def _embed(scheme: Scheme, inputs: Tensor, context: Context) -> Tensor:
 
 
 def tokens_in(cache: Cache | None) -> int | Tensor:
-    """Return how many tokens a cache holds."""
     if cache is None:
         return 0
     held: int | Tensor = token_cache.self_attention(cache).get_seq_length()

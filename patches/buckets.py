@@ -131,7 +131,6 @@ class BucketFamily(Family):
     acting = BucketBody
 
     def owners(self, body: nn.Module) -> list[Any]:
-        """Return the attentions of a stack that own a table."""
         return [attention for attention in self.attentions(body) if cast(Any, attention).has_relative_attention_bias]
 
     def attributes(self, body: nn.Module, layer: int) -> Mapping[str, Any]:

@@ -60,7 +60,6 @@ class _TokenState(CacheLayerMixin):
         self.recent_state = {name: function(tensor) for name, tensor in self.recent_state.items()}
 
     def append_recent(self, fresh: Mapping[str, Tensor], history: int) -> None:
-        """Append state of which the last `history` tokens are kept."""
         for name, new in fresh.items():
             old = self.recent_state.get(name)
             if old is not None:

@@ -315,14 +315,6 @@ def check_complete(
     """Raise if a checkpoint or an adapter does not hold the tensors that its config asks for.
 
     transformers would initialise the missing parameters and drop the unknown ones.
-
-    Args:
-        source: The checkpoint or adapter, for the message.
-        missing: Names of tensors.
-        unknown: Names of tensors.
-        misshapen: Strings made by the function of that name.
-        accepts_misshapen: Accept these in the model (`ignore_mismatched_sizes`), never in a scheme.
-        remedy: Advice in the message; by default, for a checkpoint.
     """
     for whose, is_ours, fitting in (("positional scheme", True, _FOREIGN), ("model", False, _ACCEPT)):
         taken = [] if accepts_misshapen and not is_ours else misshapen

@@ -58,7 +58,6 @@ class AnyComposite(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Return the config of the composite that the data names."""
         name = config_dict.get(OWN_TYPE)
         if not isinstance(name, str) or name not in CONFIG_MAPPING or not CONFIG_MAPPING[name].sub_configs:
             raise CheckpointError(
@@ -86,7 +85,6 @@ class PosencComposite(PosencModel):
         enclose(self)  # type: ignore[arg-type]
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """Return the implementation, as the stock model does; each part checks its own."""
         stock: Any = super(PosencModel, self)
         chosen: str = stock.get_correct_attn_implementation(requested_attention, is_init_check)
         return chosen
@@ -99,7 +97,6 @@ class PosencCompositeConfig(OwnConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Return the config with the unlocked ones of its parts."""
         parts: list[Any] = []
         data = dict(unlocked(config_dict, parts))
         data.pop("auto_map", None)
@@ -147,7 +144,6 @@ class PosencCompositeConfig(OwnConfig):
 
 
 def record_of(model: Any) -> bool:
-    """Whether the config of a model has a record of its own."""
     return isinstance(model.config, PosencConfig) and bool(model.config.posenc)
 
 
@@ -193,7 +189,6 @@ def config_twin(stock: Any) -> Any:
 
 
 def model_twin(stock: Any) -> Any:
-    """Return the patched class of a composite."""
     return _model_twin(stock, config_twin(stock.config_class))
 
 
@@ -234,7 +229,6 @@ def __getattr__(name: str) -> Any:
 
 
 def known(model: object) -> Architecture | None:
-    """Return the architecture of a model; `None` if it is of none."""
     try:
         return of_model(model)
     except ArchitectureError:
@@ -260,7 +254,6 @@ def config_to_convert(config: Any) -> Any:
 
 
 def known_config(config: Any) -> bool:
-    """Whether a config is that of a known architecture."""
     try:
         of_config(config)
     except ArchitectureError:

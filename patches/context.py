@@ -379,11 +379,6 @@ def sequences(
     A sequence begins where the position `[B|1, S]` of a token is not greater than that of the one before it. (A jump
     ahead, as in position skipping, begins none, although transformers takes it for a boundary.) Padding is skipped, and
     has the number 0. While a graph is traced, one sequence is numbered, too.
-
-    Args:
-        positions: Positions of the tokens.
-        real: Mask of the tokens that are no padding, bool `[B|1, S]`; `None` means all.
-        stated: Result of `stated_samples`: numbers by which the samples begin at the same tokens.
     """
     stated, begins = stated or {}, _starts(positions, real, torch.le)
     if not torch.compiler.is_compiling():

@@ -180,7 +180,6 @@ class TableBody(PosencBody):
 
 
 def table_of(body: object) -> nn.Embedding:
-    """Return the table of positions of a body."""
     embeddings = getattr(body, "embeddings", None)
     table = getattr(body, "wpe", None) if embeddings is None else getattr(embeddings, "position_embeddings", None)
     if not isinstance(table, nn.Embedding):
@@ -258,7 +257,6 @@ class Family(Architecture):
         return {name: getattr(attention, name, None) for name in names}
 
     def facts(self, body: nn.Module, layer: int) -> Facts:
-        """Return what the stock code says about a layer of a body."""
         rotary: nn.Module | None = getattr(body, "rotary_emb", None)
         kind = None if rotary is None else type(rotary)
         return read_facts(cast(Any, body).config, self.layer, self.attention, kind, layer)

@@ -56,7 +56,6 @@ def own_configs(architecture: Architecture, model: nn.Module, outers: Iterable[A
 
 
 def all_configs(config: Any) -> list[Any]:
-    """Return a config and all those inside of it."""
     inner = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
     return [config, *(found for value in inner for found in all_configs(value))]
 
@@ -87,7 +86,6 @@ def _references(held: list[Any]) -> int:
 
 
 def _holders(thing: Any, kind: type) -> list[Any]:
-    """Return all objects of a class that hold an object as an attribute."""
     direct = gc.get_referrers(thing)
     tables = [holder for holder in direct if isinstance(holder, dict)]
     owners = [*direct, *(gc.get_referrers(*tables) if tables else ())]

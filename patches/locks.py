@@ -106,7 +106,6 @@ class OwnConfig:
         return model_card.auto_map(type(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the config as data, without attributes that exist in memory only."""
         found: dict[str, Any] = super().to_dict()  # type: ignore[misc]
         for name in ("posenc_origin", "posenc_locked"):
             found.pop(name, None)
@@ -234,12 +233,10 @@ class StampedWeights(HfQuantizer):
         return state_dict, {**metadata, DIGEST: digests(model.config)[0], SAVE: UNSEALED}
 
     def is_serializable(self) -> bool:
-        """Whether the model can be saved."""
         return self._true is None or self._true.is_serializable()
 
     @property
     def is_trainable(self) -> bool:
-        """Whether the model can be trained."""
         return self._true is None or self._true.is_trainable
 
 

@@ -147,7 +147,6 @@ def adapter_card(folder: Path, target: Path, origin: str) -> Iterator[None]:
 
 
 def _metadata(text: str) -> dict[str, Any]:
-    """Return the metadata of a card."""
     found = _METADATA.match(text)
     data = yaml.safe_load(found["data"]) if found else None
     if not isinstance(data or {}, dict):
@@ -156,7 +155,6 @@ def _metadata(text: str) -> dict[str, Any]:
 
 
 def _words(tags: Any) -> list[str]:
-    """Return the tags of a card."""
     found = [tags] if isinstance(tags, str) else tags or []
     if not (isinstance(found, list) and all(isinstance(tag, str) for tag in found)):
         raise ValueError("the tags are no list of words")
@@ -231,12 +229,10 @@ def on_the_hub(source: str) -> bool:
 
 
 def name_of(source: str) -> str:
-    """Return the name of a model or text; for a local path, its last part."""
     return source if on_the_hub(source) else Path(source).name
 
 
 def encoding_section(text: str) -> str:
-    """Return this package's section of a model card; empty if there is none."""
     found = _OURS.search(text)
     return found[0].removesuffix("\n") if found else ""
 

@@ -83,7 +83,6 @@ class PosencModel:
         attach_recorded(self, is_new=True)  # type: ignore[arg-type]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load weights, as `nn.Module.load_state_dict` does."""
         known = set(self.state_dict())
         foreign = [name for name in state_dict if surgery.is_of_scheme(name) and name not in known]
         remedy = "Patch the model with the scheme that they are of, and the same options"
@@ -103,7 +102,6 @@ class PosencModel:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return all tensors, as `nn.Module.state_dict` does."""
         for function, frame in locks.running() if kwargs.get("prefix") else ():
             is_saving = function == ("transformers.modeling_utils", "save_pretrained")
             if is_saving and not surgery.is_patched(saving := frame.f_locals["self"]):
@@ -141,7 +139,6 @@ class PosencModel:
         return stock.__name__
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """Refuse attention implementations that would ignore schemes."""
         check_backend(requested_attention)
         chosen: str = super().get_correct_attn_implementation(requested_attention, is_init_check)  # type: ignore[misc]
         return chosen

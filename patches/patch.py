@@ -103,9 +103,6 @@ def patch(
         **options: The scheme's options, see `hf_posenc.describe(scheme)`; and for every scheme `window`, the distance
             from which keys are hidden in the chosen layers.
 
-    Returns:
-        The same model.
-
     Raises:
         PosencError: One of its subclasses says what is wrong; the model is then as it was.
     """
@@ -132,12 +129,6 @@ def unpatch(model: Model) -> Model:
     """Restore the stock classes and the model's own encoding, in place.
 
     The model's other weights stay as they are, trained or not; the schemes' parameters are gone.
-
-    Args:
-        model: A patched model.
-
-    Returns:
-        The same model.
 
     Raises:
         NotPatchedError: The model is not patched.
@@ -212,9 +203,6 @@ def drop_native(model: PreTrainedModel) -> None:
     After `set_strength(model, native=0)` this changes no output. The result is that of `patch(..., native="remove")`,
     except for the options and the training of the schemes.
 
-    Args:
-        model: A patched model.
-
     Raises:
         NotPatchedError: The model is not patched.
     """
@@ -253,9 +241,6 @@ def disabled(model: nn.Module) -> Iterator[None]:
 
     It works through wrappers (PEFT, DDP, `torch.compile`). Nothing is rebuilt: the stock forward of every layer runs
     instead of the patched one.
-
-    Args:
-        model: A patched model, or something that holds one.
 
     Raises:
         NotPatchedError: There is no patched model in it.
@@ -311,7 +296,6 @@ class Preparation:
 
     @property
     def schemes(self) -> list[Scheme]:
-        """The new schemes, each once."""
         found = {id(scheme): scheme for part in self.built.values() for scheme in part.values()}
         return list(found.values())
 
@@ -411,7 +395,6 @@ def _warnings(sites: Sites, group: Group, kept: list[Group], built: dict[str, di
 
 
 def _choose_stacks(sites: Sites, stacks: Stacks) -> dict[str, Stack]:
-    """Return the chosen stacks by name."""
     found = dict(sites.stacks)
     if stacks is None:
         return found

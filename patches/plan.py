@@ -38,7 +38,6 @@ class Shown:
         return str(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all attributes as JSON values."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(cast(Any, self)), default=str))
         return found
 
@@ -128,14 +127,6 @@ def plan(
 ) -> Plan:
     """Say what `patch` would do, without doing it. The other arguments and the errors are those of `patch`.
 
-    Args:
-        model_or_config: A model, or the config of one (nothing is downloaded or allocated for it).
-        scheme: Name of a scheme.
-        native: The setting of the model's own encoding.
-        layers: Selection of layers.
-        stacks: Selection of stacks.
-        **options: Options of the scheme.
-
     Raises:
         PosencError: `patch` would raise it.
     """
@@ -170,9 +161,6 @@ def verify(model: nn.Module) -> Verification:
     """Prove that a patch is active: each patched layer runs its scheme.
 
     Two short forwards of every stack are made, one with the patch and one without. A model inside a wrapper is found.
-
-    Args:
-        model: A patched model, or something that holds one.
 
     Raises:
         NotPatchedError: The model is not patched, or a scheme that it should run does not run.
@@ -226,7 +214,6 @@ def _verify(model: Any) -> Verification:
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build the model of a config without memory for it."""
     architecture = of_config(config)
     heads = {kind.__name__: kind for pair in architecture.twins.items() for kind in pair}
     named = [heads[name] for name in config.architectures or [] if name in heads]
@@ -259,7 +246,6 @@ def _cache_bytes(prepared: Preparation, model: nn.Module) -> tuple[int, int]:
 
 
 def _adaptation(scheme: Scheme) -> str:
-    """Return the warning of a start that is a break."""
     if scheme.neutral_options is None:
         return BREAK
     given = "".join(f", {key}={value!r}" for key, value in scheme.neutral_options.items())

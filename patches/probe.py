@@ -182,7 +182,6 @@ def _without_rotation(forward: Any) -> Any:
 
 
 def kinds_vary(rotary: Any) -> bool:
-    """Whether each type of layer has a rotation of its own."""
     return "layer_type" in inspect.signature(rotary.forward).parameters
 
 
@@ -333,7 +332,6 @@ def _probe(config: Any, module: Any, attention: type[nn.Module], rotary: type[nn
 
 
 def blank_module(kind: type[nn.Module], config: Any, index: int) -> Any:
-    """Return a stock module of a layer, on the meta device."""
     numbered = {"layer_idx": index} if "layer_idx" in inspect.signature(kind).parameters else {}
     try:
         with torch.device("meta"):
@@ -343,7 +341,6 @@ def blank_module(kind: type[nn.Module], config: Any, index: int) -> Any:
 
 
 def masks_have_windows(attention: type[nn.Module]) -> bool:
-    """Whether models with this attention make sliding-window masks."""
     makers = [name for name in vars(inspect.getmodule(attention)) if name.startswith("create_")]
     return any("sliding" in name or "chunked" in name for name in makers)
 

@@ -68,7 +68,6 @@ class Group:
         return self.native != "remove"
 
     def places(self) -> set[tuple[str, int]]:
-        """Return the layers, each with the name of its stack."""
         return {(name, layer) for name, part in self.stacks.items() for layer in part.layers}
 
 
@@ -153,7 +152,6 @@ def converted(config: Any) -> list[Any]:
 
 
 def strengths_from_config(config: Any) -> Strengths:
-    """Read the strengths from a config; full where it names none. Errors are those of `from_config`."""
     return _read(config).strengths
 
 

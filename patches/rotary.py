@@ -85,14 +85,7 @@ def check_scheme(name: object) -> None:
 
 
 def rescaled(config: Any, way: str, factor: float, length: int) -> dict[str, Any]:
-    """Return changes of `rope_parameters` for texts of several times the trained length.
-
-    Args:
-        config: Config of a rotary model.
-        way: Rope type of transformers; or `"base"`, a higher base.
-        factor: Wanted length, in trained lengths.
-        length: Trained length.
-    """
+    """Return changes of `rope_parameters` for texts of several times the trained length."""
     parameters = _parameters(config, _kind(config))
     theta, share = parameters["rope_theta"], parameters.get("partial_rotary_factor") or 1.0
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -162,7 +155,6 @@ def native_rope(model: PreTrainedModel, parameters: Mapping[str, Any]) -> Iterat
 
 
 def _rebuild(model: PreTrainedModel, parameters: Mapping[str, Any]) -> None:
-    """Set all rope parameters of a stock model, and rebuild its frequencies."""
     config: Any = model.config
     config.rope_parameters = copy.deepcopy(dict(parameters))
     try:

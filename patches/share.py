@@ -104,14 +104,7 @@ class Share:
         return f"{self.turning} of {self.pairs} rotary pairs"
 
     def of(self, cos: Tensor, sin: Tensor, step: int, strength: float) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines `[B|1, S, columns]` of a stock rotation, in which the slow pairs stand still.
-
-        Args:
-            cos: Cosines of the stock model at its strength, times the factor.
-            sin: Sines.
-            step: Step between the columns of one pair and the next.
-            strength: Strength of the model's own encoding, from 0 to 1.
-        """
+        """Return cosines and sines `[B|1, S, columns]` of a stock rotation, in which the slow pairs stand still."""
         columns = torch.arange(cos.shape[-1], device=cos.device)
         still = (columns // step) % self.pairs >= self.turning
         return cos.masked_fill(still, 1 + strength * (self.scaling - 1)), sin.masked_fill(still, 0)

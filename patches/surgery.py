@@ -80,7 +80,6 @@ def swap_class(target: Any, new: type) -> None:
 
 
 def is_patched(module: object) -> bool:
-    """Whether a module has been given its patched class."""
     return getattr(type(module), "posenc_stock", None) is not None
 
 
@@ -140,18 +139,15 @@ class Sites:
 
 
 def is_of_scheme(name: str) -> bool:
-    """Whether a tensor is a weight of a positional scheme, by its name."""
     return not {OWN, SHARED}.isdisjoint(name.split("."))
 
 
 def stock_class(kind: type) -> type:
-    """Return the class that a patched class was made from, or the class itself."""
     stock: type = getattr(kind, "posenc_stock", kind)
     return stock
 
 
 def swap(architecture: Architecture, target: Any) -> None:
-    """Give an object the patched twin of its class."""
     if is_patched(target):
         return
     twin = architecture.twins.get(type(target))
@@ -336,7 +332,6 @@ def set_strengths(sites: Sites, strengths: Strengths) -> None:
 
 
 def write_record(model: nn.Module, groups: Sequence[Group], strengths: Strengths = FULL) -> None:
-    """Write what a model has now into its configs."""
     for config in configs(model):
         config.posenc = record.to_dict(groups, strengths)
 
@@ -351,7 +346,6 @@ def restore(target: Any) -> None:
 def check_patched(
     caller: str, model: object, advice: str = "Call hf_posenc.patch first; of a wrapped model, pass the one inside."
 ) -> None:
-    """Raise `NotPatchedError`, which ends with advice, unless a model is patched."""
     if not is_patched(model):
         raise NotPatchedError(f"{caller}: the {type(model).__name__} is not patched. {advice}")
 
@@ -395,7 +389,6 @@ def scheme_of(body: nn.Module, attention: nn.Module) -> Any:
 
 
 def drop_shared(sites: Sites, kept: Sequence[Group]) -> None:
-    """Remove the shared schemes that belong to no group any more."""
     for stack, body in ((name, stack.body) for name, stack in sites.stacks.items()):
         container = body._modules.get(SHARED)
         if container is None:
@@ -434,7 +427,6 @@ def settle_native(sites: Sites) -> None:
 
 
 def native_removed(architecture: Architecture, attentions: Sequence[nn.Module]) -> bool:
-    """Whether no layer of a stack uses the model's own encoding any more, given its attentions."""
     removed = [attention for attention in attentions if _has_removed(attention)]
     return bool(removed) and (not architecture.native_per_layer or len(removed) == len(attentions))
 

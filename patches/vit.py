@@ -74,7 +74,6 @@ class ViTBody(PosencBody):
         return self.hand_down(call, self.context(call, Inputs(positions, length - 1, real, coords)))
 
     def grid(self, pixels: Tensor) -> tuple[int, int]:
-        """Return the numbers of rows and columns of patches."""
         height, width = pixels.shape[-2:]
         patch: tuple[int, int] = tuple(self.embeddings.patch_embeddings.patch_size)
         rows, columns = height // patch[0], width // patch[1]

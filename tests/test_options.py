@@ -282,17 +282,11 @@ class ReadsNumbers(_Sized):
         nn.init.constant_(self.weight, float(self.weight.sum()))
 
 
-class Moved(_Sized):
-    def cautions(self, *, native_kept: bool) -> list[str]:
-        return []
-
-
 REFUSED = {
     Untyped: "the option 'size' has no type, by which its values are checked. Write it as name: type = value.",
     Required: "the option 'size' has no default. Write it as name: type = value.",
     Unstored: "__init__ does not store the option 'other', so that it could not be saved. Set self.other.",
     ReadsNumbers: "it cannot be made on the meta device, on which checkpoints are loaded: ",
-    Moved: "nothing calls the method cautions(). Return the value in facts().",
 }
 
 

@@ -42,7 +42,6 @@ class Blocks(Executor):
 
 
 def rows_per_block(batch: int, heads: int, keys: int, device: torch.device) -> int:
-    """Return the number of query rows to take at once."""
     logits = max(1, batch * heads * keys)
     if device.type != "cpu":
         return max(16, _LOGITS_ON_DEVICE // logits)
@@ -85,7 +84,6 @@ class BlockPlan:
 
 
 def by_blocks(plan: BlockPlan, call: Call) -> Tensor:
-    """Return the output `[B, H, Q, D]` of a call, block by block."""
     output: Tensor = _ByBlocks.apply(plan, *call.operands(), *plan.leaves)  # type: ignore[no-untyped-call]
     return output
 
@@ -164,7 +162,6 @@ class PartSums:
         return part.with_operands(own)
 
     def add(self, found: Iterable[Tensor | None]) -> None:
-        """Take the gradients of the targets."""
         given = iter(found)
         for total, place in zip(self.totals, self.places, strict=True):
             part = None if total is None else next(given)
@@ -178,7 +175,6 @@ class PartSums:
                 total[place] += part
 
     def result(self) -> list[Tensor | None]:
-        """Return the gradients of all tensors, in their dtypes."""
         return [None if y is None else y.to(x.dtype) for x, y in zip(self.tensors, self.totals, strict=True)]
 
 

@@ -41,7 +41,6 @@ class Rows(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Number of queries."""
         return self.stop - self.start
 
 
@@ -105,17 +104,7 @@ class Call:
         meet: Callable[[Projection], Mapping[str, Any]] | None = None,
         **fields: Any,
     ) -> "Call":
-        """Project tokens and recall the keys that they meet: the one way from a scheme to a call.
-
-        Args:
-            scheme: Scheme of the layer.
-            tokens: Tokens of the keys, of which the queries are the last.
-            q: Queries `[B, H, Q, D]`, without positions.
-            k: Keys `[B, G, K, D]`, without positions.
-            v: Values `[B, G, K, D]`.
-            meet: Returns fields that differ from the projection, such as keys and state with those of a cache.
-            **fields: Other fields.
-        """
+        """Project tokens and recall the keys that they meet: the one way from a scheme to a call."""
         projected = scheme.project(tokens, q, k, v)
         own, length = projected.state, q.shape[2]
         if k.shape[2] != length:
@@ -140,12 +129,10 @@ class Call:
 
     @property
     def queries(self) -> int:
-        """Number of queries."""
         return self.q.shape[2]
 
     @property
     def keys(self) -> int:
-        """Number of keys."""
         return self.k.shape[2]
 
     @property
@@ -308,7 +295,6 @@ class Executor(ABC):
         return None
 
     def describe(self, call: Call) -> str:
-        """Return the name and the form."""
         form = self.form(call)
         return self.name if form is None else f"{self.name} ({form})"
 

@@ -50,7 +50,6 @@ def executors(scheme: Scheme, device: torch.device | None = None) -> tuple[str, 
 
 
 def choose(call: Call) -> Executor:
-    """Return the executor that runs a call."""
     *others, reference = EXECUTORS
     if call.need_weights or transformed():
         return reference
@@ -230,7 +229,6 @@ def attend(
 
 
 def _visible(mask: Tensor | None, q: Tensor, positions: Positions, *, causal: bool) -> Mask:
-    """Return the visibility of keys, given the mask of `attend`."""
     keys = positions.key.shape[1]
     rule: Literal["all", "positions"] = "positions" if causal else "all"
     if mask is None and causal and keys >= q.shape[2] and slots_tell_distances(positions, Mask()):

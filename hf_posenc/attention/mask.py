@@ -45,12 +45,10 @@ class Mask:
 
     @property
     def windowed(self) -> bool:
-        """Whether keys beyond a window are hidden."""
         return self.window is not None or self.span is not None
 
     @property
     def learns(self) -> bool:
-        """Whether gradients flow into the float mask."""
         return self.bias is not None and self.bias.requires_grad and torch.is_grad_enabled()
 
     def seen(self, positions: Positions, *, ruled: bool = True) -> tuple[Tensor | None, Tensor | None]:

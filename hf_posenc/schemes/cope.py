@@ -160,7 +160,6 @@ def _ahead(block: Block) -> Tensor:
 
 
 def _to_the_end(gates: Tensor) -> Tensor:
-    """Return the sum from each key to the last."""
     return gates.flip(-1).cumsum(-1).flip(-1)
 
 

@@ -160,7 +160,6 @@ class FoPE(Annealed, RotaryScheme):
         return found[0], found[1]
 
     def _table(self, like: Tensor) -> Tensor:
-        """Return all frequencies before clipping, rounded to float32 as in a model."""
         if self._own is not None and self.fourier_dim is None:
             return placed(self._own, like.device, like.dtype)
         single = torch.zeros((), dtype=torch.float32, device=like.device)

@@ -117,12 +117,10 @@ class Draft:
         self.positions: int | None = None
 
     def replace(self, parameter: Tensor, value: Tensor) -> None:
-        """Replace the value of a parameter, keeping its dtype."""
         self.replaced = True
         self.weights[self.names[id(parameter)]] = value.detach().to(parameter.device, parameter.dtype).contiguous()
 
     def build(self) -> PreTrainedModel:
-        """Make the model."""
         with torch.device("meta"):
             stock: PreTrainedModel = self.kind(copy.deepcopy(self.config))
         stock.load_state_dict(self.weights, assign=True)
@@ -256,7 +254,6 @@ def _turn_projections(draft: Draft, projections: Mapping[str, nn.Module | None],
 
 
 def _rope_parameters(config: Any, frequencies: Tensor) -> dict[str, Any]:
-    """Return rotary parameters with these frequencies."""
     theta = config.rope_parameters["rope_theta"]
     if not bool(frequencies.any()):
         # All wavelengths are longer than the original length over the low factor, so each frequency is divided by the

@@ -60,9 +60,6 @@ def export_stock(
         max_positions: Rows of an exported table of positions, where the scheme has no limit; `None` keeps the model's
             own length.
 
-    Returns:
-        A summary of the exported model.
-
     Raises:
         ExportError: No stock model computes this function, or it cannot be written. Nothing is written then.
         NotPatchedError: The model is not patched.

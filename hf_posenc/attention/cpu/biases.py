@@ -114,7 +114,6 @@ class BlockBias:
         raise NotImplementedError
 
     def gradients(self) -> Sequence[Tensor | None]:
-        """Return the gradient of each input."""
         return self.totals
 
     # -- parts of a block --------------------------------------------------------------------------------------------

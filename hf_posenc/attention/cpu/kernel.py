@@ -64,7 +64,6 @@ def mark_empty_rows(lse: Tensor) -> Tensor:
 
 
 def _rowwise(x: Tensor) -> Tensor:
-    """Return a tensor whose rows are contiguous, as the kernel wants them."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

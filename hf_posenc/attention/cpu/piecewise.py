@@ -74,7 +74,6 @@ class PiecewiseBias(BlockBias):
         return [self.piece(self._bias(self.tables, block), block, slice(0, block.keys), ruled=not self.slots)]
 
     def _weights(self, block: Rows) -> Tensor:
-        """Return the weights of the rows, `[B|1, q, 1]`."""
         return self.weight[:, block.start : block.stop].flip(1)[..., None]
 
     def _tables(self, block: Rows) -> _Tables:

@@ -131,7 +131,6 @@ def _stick_backward(
 
 
 def break_stick(scan: Stick, call: Call) -> Tensor:
-    """Return the output `[B, H, Q, D]`."""
     v, bias = call.v, None if scan.bias is None else scan.bias.float()
     found: tuple[Tensor, Tensor] = _BreakStick.apply(tiles.shape_of(call), scan.current, call.q, call.k, v, bias)
     output, rest = found
@@ -329,7 +328,6 @@ def _count_backward(
 
 
 def count_gates(scan: GateCount, call: Call) -> Tensor:
-    """Return the output `[B, H, Q, D]`."""
     q, k = call.content()
     gates = scan.keys(k, call.block(call.mask.keep))
     opening = (None, None) if gates is None else (q, gates)

@@ -137,7 +137,6 @@ def load_rows(x, b, h, index, count, T: tl.constexpr):
 
 @triton.jit
 def store_rows(x, b, h, index, count, rows, T: tl.constexpr):
-    """Write a tile to rows of a matrix."""
     place, inside = _places(x, b, h, index, count, T)
     tl.store(place, rows, mask=inside)
 
@@ -151,7 +150,6 @@ def add_rows(x, b, h, index, count, rows, T: tl.constexpr):
 
 @triton.jit
 def dot(a, b, T: tl.constexpr):
-    """Return a product in float32."""
     if T.PRECISION == "widened":
         product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:

@@ -35,7 +35,6 @@ _PASSED: Once[bool] = Once()
 
 @functools.cache
 def available(device: torch.device) -> bool:
-    """Whether kernels can be compiled for a device."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= _CAPABILITY

@@ -263,7 +263,6 @@ class BlockRotary(Turning):
         self.make_parameters()
 
     def make_parameters(self) -> None:
-        """Create the parameters, without values."""
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:

@@ -29,7 +29,6 @@ class _Weights(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weight and bias as `nn.Linear` does."""
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.bias is not None:
             nn.init.uniform_(self.bias, -(self.in_features**-0.5), self.in_features**-0.5)
@@ -59,7 +58,6 @@ class LowRank(nn.ModuleList):
         super().__init__(AnyDtypeLinear(*sizes, bias=False) for sizes in ((in_features, rank), (rank, out_features)))
 
     def reset_parameters(self) -> None:
-        """Draw weights as `nn.Linear` does."""
         for layer in self.children():
             assert isinstance(layer, AnyDtypeLinear)
             layer.reset_parameters()
@@ -106,14 +104,12 @@ class PairNetwork(nn.ModuleList):
 
     @property
     def layers(self) -> tuple[LentLinear, LentLinear]:
-        """The layers with weights."""
         first, _, second = self
         assert isinstance(first, LentLinear)
         assert isinstance(second, LentLinear)
         return first, second
 
     def reset_parameters(self) -> None:
-        """Draw weights and biases as `nn.Linear` does."""
         for layer in self.layers:
             layer.reset_parameters()
 
@@ -123,7 +119,6 @@ class PairNetwork(nn.ModuleList):
         nn.init.zeros_(self.layers[1].bias)
 
     def is_silent(self) -> bool:
-        """Whether the output is zero for every input."""
         return not (bool(self.layers[1].weight.any()) or bool(self.layers[1].bias.any()))
 
     def forward(self, *inputs: Tensor) -> Tensor:

@@ -186,7 +186,6 @@ class RotaryScheme(PairRotation):
         return cos[:, None], sin[:, None]
 
     def rotation(self) -> Rotation:
-        """Return the rotation of queries and keys in a text, with the current parameters."""
         with torch.no_grad():
             like = torch.zeros(1, device="cpu")
             frequencies, factor = self.frequencies(like), float(self._gated_length(like))
@@ -211,7 +210,6 @@ class Annealed(Scheme):
             nn.init.zeros_(self.progress)
 
     def annealed(self, values: Tensor) -> Tensor:
-        """Return values times the number."""
         return values if self.progress is None else values * self.progress.to(values)
 
     def anneal_to(self, progress: float) -> None:
