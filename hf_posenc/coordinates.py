@@ -21,9 +21,6 @@ def grid(rows: int, columns: int, *, step: float = 1.0) -> Tensor:
         columns: Patches from left to right.
         step: Distance between neighbouring patches. `R / rows` keeps the coordinates of an image of R rows at a
             resolution of `rows` rows.
-
-    Raises:
-        PositionError: A size or the step is not positive.
     """
     for name, value in (("rows", rows), ("columns", columns)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -41,9 +38,6 @@ def join(*parts: int | Tensor, axes: int | None = None) -> Tensor:
         *parts: Parts in order: the number of tokens of a text, or coordinates `[1, S, n]` or `[S, n]` that count from
             0.
         axes: Number of coordinates n of a token; needed only if all parts are texts.
-
-    Raises:
-        PositionError: A part is misshapen, or the parts differ in the number of axes.
     """
     for part in parts:
         if isinstance(part, Tensor):
@@ -74,9 +68,6 @@ def stack(parts: Sequence[Tensor], *, padding_side: str = "left") -> Tensor:
 
     Returns:
         `[B, longest S, n]`, zero for padding.
-
-    Raises:
-        PositionError: There are no parts, they differ in the number of axes, or the side is unknown.
     """
     rows = [_rows(part) for part in parts]
     if not rows or any(row.ndim != 2 or row.shape[1] != rows[0].shape[1] for row in rows):

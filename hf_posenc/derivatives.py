@@ -36,7 +36,7 @@ def ending(x: Tensor) -> Tensor:
 
 
 def differentiable(output: Tensor, form: Form, operands: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
-    """Return the output of a fast form, with the derivatives of a plain form where a graph of gradients is asked for."""
+    """Return the output of a fast form, with derivatives of a plain one, which must hold no operands, for graphs."""
     if not output.requires_grad or torch.compiler.is_compiling():
         return output
     found: Tensor = _Output.apply(form, len(operands), output, *operands, *parameters)  # type: ignore[no-untyped-call]

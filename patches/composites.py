@@ -250,15 +250,11 @@ def part_to_convert(model: nn.Module) -> Any:
 
 def config_to_convert(config: Any) -> Any:
     """Return the config of the model that a patch changes: that of the language model, if it is that of a composite."""
-    return config if known_config(config) else config.get_text_config(decoder=True)
-
-
-def known_config(config: Any) -> bool:
     try:
         of_config(config)
     except ArchitectureError:
-        return False
-    return True
+        return config.get_text_config(decoder=True)
+    return config
 
 
 def enclose(outer: nn.Module) -> None:

@@ -167,15 +167,10 @@ class Request:
     """What the arguments of a forward say about its new tokens.
 
     Attributes:
-        batch: Number of rows.
-        length: Number of new tokens.
-        device: Device of the tokens.
         past: Number of tokens in the cache; a static cache counts in a tensor.
         mask: The `attention_mask`, 2-D or 4-D; `None` where there is none, or one for each type of layer.
         ruled: Whether no mask but one for padding was given.
         given: Positions that the caller passed.
-        samples: Result of `stated_samples`.
-        real: Result of `real_tokens`.
     """
 
     batch: int
