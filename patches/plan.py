@@ -47,20 +47,15 @@ class Plan(Shown):
     """Result of a dry run of `patch`.
 
     Attributes:
-        architecture: Name of the architecture.
-        scheme: Name of the scheme.
         native: `"remove"` or `"keep"`.
         options: Resolved options by stack.
         layers: Layer indices by stack.
-        parameters: Number of added parameters.
-        parameter_bytes: Size of the added parameters in bytes.
         start: `"exact"`, `"exact with native kept"`, `"near with native kept"` (within `start_tolerance`) or `"break"`
             (the model must be adapted).
         start_tolerance: Largest change of an attention logit, over the model's whole context; `None` for a break.
         executors: Executors that can run the scheme's attention, the reference first.
         cache_bytes_per_token: Bytes added to the key/value cache per token, over all layers.
         cache_bytes_per_sequence: Bytes added once per sequence, over all layers.
-        warnings: Warnings for the user.
     """
 
     architecture: str
@@ -276,12 +271,7 @@ class LayerExecution:
 
 @dataclass(frozen=True, repr=False)
 class Explanation(Shown):
-    """Result of `explain`.
-
-    Attributes:
-        layers: One entry per patched layer.
-        length: Number of tokens in the sequence.
-    """
+    """Result of `explain`."""
 
     layers: tuple[LayerExecution, ...]
     length: int

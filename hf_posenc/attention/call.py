@@ -53,10 +53,8 @@ class Call:
         q: Projected queries `[B, H, Q, D]`.
         k: Keys `[B, G, K, D]`, or `[B, H, K, D]` from a scheme whose keys differ by query head.
         v: Values `[B, G, K, D]`.
-        positions: Positions of queries and keys.
         reach: Upper bound on every distance, see `Block`.
         scale: Factor on `q @ k.T`.
-        mask: Visibility of the keys.
         state: Per-token state of the keys.
         own: Per-token state of the queries' tokens.
         tables: Tensors that the scheme made once for this call.

@@ -28,8 +28,6 @@ class StickBreaking(Scheme):
 
     Weights are computed in float32 or wider as `exp(z_ij - sum_{j<=t<i} softplus(z_it))`.
 
-    The scheme is causal by construction. No start preserves the outputs of the model: train before use.
-
     Args:
         attend_current: Break the first piece off at the query's own key, not at the one before.
         remainder: Use of the rest of the stick: `"drop"` leaves it (as in the published checkpoints; a first token then
