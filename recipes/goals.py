@@ -244,7 +244,6 @@ class Case:
 
     @property
     def extends(self) -> bool:
-        """Whether longer texts are the goal."""
         return self.asked.goal == "extend"
 
     @property
@@ -254,7 +253,6 @@ class Case:
 
     @functools.cached_property
     def way(self) -> str:
-        """The way to extend the model."""
         facts, by = self.facts, self.asked.extension.by
         ways = [*facts.ways, *registry.schemes()]
         if by is None:
@@ -279,7 +277,6 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the training as it is asked for."""
         return self.asked.recipe.training.steps * self.asked.recipe.training.batch_size * self.length
 
     @property

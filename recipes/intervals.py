@@ -22,12 +22,10 @@ class Interval:
 
     @property
     def is_known(self) -> bool:
-        """Whether anything was measured."""
         return math.isfinite(self.mean)
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Lower and upper end."""
         return self.low, self.high
 
     def times(self, factor: float) -> Interval:

@@ -37,17 +37,14 @@ class Findings:
 
     @property
     def perplexity(self) -> Grid:
-        """Perplexity by context length."""
         return self.results["perplexity"]
 
     @property
     def results(self) -> Mapping[str, Grid]:
-        """The first grid of each measure, by the name of the measure."""
         return self.report.results(self.name)
 
     @property
     def windows(self) -> int:
-        """Number of windows of text."""
         return self.perplexity.samples.shape[-1]
 
 

@@ -44,7 +44,6 @@ class Recommendation:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """Headline, reasons and cautions."""
         return (self.headline, *self.reasons, *self.cautions)
 
 

@@ -154,7 +154,6 @@ class Masking:
         return ids.masked_fill(self._draw(ids)[1] != -100, self.mask)
 
     def _draw(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return inputs and labels for token ids, each `[B, n]`."""
         drawn = []
         for row in ids.cpu():
             self._masked.generator = content_generator(row, self.seed)
@@ -184,5 +183,4 @@ def corruptor(config: Any, tokenizer: Any, *, seed: int = 0) -> Corruptor | None
 
 
 def content_generator(ids: Tensor, seed: int) -> torch.Generator:
-    """Return a generator seeded by token ids and a seed."""
     return torch.Generator().manual_seed(zlib.crc32(ids.cpu().contiguous().numpy().tobytes(), seed))

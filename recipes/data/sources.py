@@ -113,13 +113,11 @@ class Source:
 
     @property
     def has_columns(self) -> bool:
-        """Whether documents are rows, and not whole .txt files."""
         return self.origin == "hub" or self.kind not in (None, "text")
 
     def documents(
         self, column: str, split: str = "train", *, config: str | None = None, streaming: bool = False
     ) -> Documents:
-        """Return the documents of a split."""
         if self.origin == "builtin":
             return Dataset.from_dict({TEXT: builtin_documents("train" if split == "train" else "heldout")})
         if self.origin == "hub":

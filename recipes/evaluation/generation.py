@@ -95,7 +95,6 @@ class Generation(Measure):
         )
 
     def pieces(self) -> Sequence[Piece]:
-        """Return the prompts to continue."""
         rows = [(window, torch.tensor(_PROMPTS[at % len(_PROMPTS)])) for at, window in enumerate(self._windows)]
         return [(max(_PROMPTS) + _WRITTEN, rows, self._continued)]
 

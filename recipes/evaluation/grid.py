@@ -69,7 +69,6 @@ class Quantity:
 
     @property
     def label(self) -> str:
-        """Name and unit."""
         return f"{self.name} ({self.unit})" if self.unit else self.name
 
     @property
@@ -78,7 +77,6 @@ class Quantity:
         return self.name.partition(" of ")[0]
 
     def interval(self, samples: Tensor) -> Interval:
-        """Return the estimate from samples `[n]`."""
         return _ESTIMATORS[self.estimator](samples)
 
     def shows(self, samples: Tensor) -> bool:
@@ -152,12 +150,10 @@ class Grid:
 
     @property
     def axis(self) -> str:
-        """Name of the axis, with its unit."""
         return list(self.axes)[-1]
 
     @property
     def points(self) -> tuple[Any, ...]:
-        """Points of the axis."""
         return self.axes[self.axis]
 
     def measured(self) -> int:
@@ -166,7 +162,6 @@ class Grid:
         return int(known.nonzero().max()) + 1 if known.any() else 1
 
     def first(self, count: int) -> Grid:
-        """Return the samples at the first points."""
         return Grid(self.quantity, {self.axis: self.points[:count]}, self.samples[:count])
 
     def values(self, point: Point) -> Tensor:
@@ -185,7 +180,6 @@ class Grid:
         return self.quantity.write(self.at(point))
 
     def reads(self, point: Point) -> bool:
-        """Whether all samples at a point are finite."""
         return bool(self.values(point).isfinite().all())
 
     def relative_to(self, other: Grid) -> Grid:

@@ -155,7 +155,6 @@ class ContextPerplexity(Measure):
         return (Grid(quantity, {CONTEXT: self._contexts}, found),)
 
     def pieces(self) -> Sequence[Piece]:
-        """Return all windows at each context length."""
         rows: list[tuple[Tensor, ...]] = [(row,) for row in self._rows]
         if self._corrupt is not None:
             # A token is corrupted at every length or at none.

@@ -73,14 +73,12 @@ class InductionCopy(Measure):
         self.mark = trained_mark(trained_length)
 
     def _row(self, symbols: Tensor, length: int, generator: torch.Generator) -> Row:
-        """Return a prompt and its answer, of so many tokens together."""
         if length % 2 or length < 4:
             raise ShapeError(f"lengths: got {length}; expected even numbers, at least 4: both copies together.")
         once = _draw(symbols, length // 2, generator)
         return torch.cat([once, once[:1]]), once[1:]
 
     def pieces(self) -> Sequence[Piece]:
-        """Return the prompts and answers of each length."""
         size = self._samples
         parts = (self._rows[start : start + size] for start in range(0, len(self._rows), size))
         return [(length, part, self._score) for length, part in zip(self._lengths, parts, strict=True)]
@@ -94,7 +92,6 @@ class InductionCopy(Measure):
         return (Grid(self._quantity, {self.axis: self._lengths}, found),)
 
     def _score(self, model: Any, prompts: Tensor, answers: Tensor) -> Tensor:
-        """Return the share of right tokens in each answer, `[B, 1]`."""
         logits = answer_predictions(model, prompts, answers)
         return correct(logits[:, :: self._step], answers[:, :: self._step]).double().mean(dim=1, keepdim=True)
 

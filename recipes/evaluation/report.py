@@ -43,7 +43,6 @@ class Section:
 
     @property
     def picture(self) -> str:
-        """File name of the picture."""
         return f"{self.name}.png"
 
     def quantities(self) -> list[dict[str, Grid]]:
@@ -69,7 +68,6 @@ class Section:
         return render("section", section=self)
 
     def figure(self) -> Figure:
-        """Return a panel of lines for each quantity, over its axis."""
         return lines_figure(self.title, [panel(grids, self.mark) for grids in self.quantities()])
 
 
@@ -97,7 +95,6 @@ class Report:
     format_version: Literal[2] = 2
 
     def __getitem__(self, measure: str) -> Section:
-        """Return the section of a measure, by its name."""
         return next(section for section in self.sections if section.name == measure)
 
     def results(self, model: str) -> dict[str, Grid]:

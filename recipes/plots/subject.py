@@ -67,22 +67,18 @@ class Part:
 
     @property
     def name(self) -> str:
-        """Name of the scheme."""
         return self.group.scheme
 
     @property
     def scheme(self) -> Scheme:
-        """Scheme of the first layer."""
         return self.layers[0].scheme
 
     @property
     def geometry(self) -> Geometry:
-        """Shape of the first layer."""
         return self.scheme.geometry
 
     @property
     def length(self) -> int:
-        """Trained length, in tokens."""
         return self.geometry.max_positions or _LENGTH
 
     @property

@@ -40,7 +40,6 @@ class Table:
     caption: str = ""
 
     def markdown(self) -> str:
-        """Return the table as Markdown."""
         cells = [[cell.replace("|", "\\|") for cell in row] for row in (self.header, *self.rows)]
         widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
         lines = [
@@ -52,7 +51,6 @@ class Table:
         return f"{self.caption}\n\n{text}" if self.caption else text
 
     def rich(self) -> RichTable:
-        """Return the table for a terminal."""
         made = RichTable(title=self.caption or None, title_justify="left", title_style="", box=box.SIMPLE_HEAD)
         for place, name in enumerate(self.header):
             made.add_column(Text(name), justify="left" if place == 0 else "right")

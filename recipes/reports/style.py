@@ -47,7 +47,6 @@ def figure(width: float, height: float, title: str, *, dpi: float = 110) -> Figu
 
 
 def caption(axes: Axes, text: str) -> None:
-    """Write the small title of one panel."""
     axes.set_title(text, fontsize=9, loc="left", color=GREY)
 
 
@@ -57,7 +56,6 @@ def ramp(count: int) -> list[Any]:
 
 
 def line_styles(count: int) -> list[tuple[Any, str]]:
-    """Return a colour and a dash for each of some lines."""
     return list(STYLES[:count]) if count <= len(STYLES) else [(colour, "-") for colour in ramp(count)]
 
 
@@ -159,7 +157,6 @@ def frame(axes: Axes, distances: Tensor, *, log: bool) -> None:
 def heat(
     axes: Axes, values: Tensor, colours: str = GROWING, scale: Normalize | None = None, **options: Any
 ) -> AxesImage:
-    """Draw a matrix as colours."""
     return axes.imshow(values.numpy(), cmap=colours, norm=scale, interpolation="nearest", **options)
 
 

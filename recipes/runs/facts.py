@@ -85,7 +85,6 @@ class Facts:
 
     @property
     def fate(self) -> str:
-        """Fate of the native encoding, in words."""
         conversion = self.recipe.conversion
         if self.came_with:
             return "unchanged since the earlier conversion"
@@ -101,12 +100,10 @@ class Facts:
 
     @property
     def length(self) -> int:
-        """Tokens per window."""
         return self.recipe.training.length or self.trained_length
 
     @property
     def tokens(self) -> int:
-        """Tokens of all stages."""
         return self.recipe.training.steps * self.recipe.training.batch_size * self.length + self.other_tokens
 
     @property
@@ -130,7 +127,6 @@ class Facts:
 
     @property
     def trained(self) -> str:
-        """Trained weights, in words."""
         adapter = self.recipe.adapter
         bits = ", on a model in 4 bits" * adapter.four_bit
         if adapter.kind == "lora":
@@ -214,7 +210,6 @@ def _listed(values: Mapping[str, Any], form: str) -> str:
 
 
 def print_header(console: Console, facts: Facts) -> None:
-    """Print the facts as a table."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

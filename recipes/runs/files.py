@@ -98,7 +98,6 @@ def has_begun(folder: Path) -> bool:
 
 
 def record_of(folder: Path) -> dict[str, Any]:
-    """Return the content of run.json."""
     path = folder / RUN
     if not path.is_file():
         return {}
@@ -118,7 +117,6 @@ def check_writable(folder: Path) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Remove unfinished files and folders from a folder."""
     for path in folder.glob(f"{UNFINISHED}*"):
         if path.is_dir():
             shutil.rmtree(path)
@@ -138,7 +136,6 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the optimizer step of a checkpoint."""
     return int(checkpoint.name.rpartition("-")[2])
 
 
@@ -160,7 +157,6 @@ class WholeCheckpoints(TrainerCallback):
 
     @property
     def unfinished(self) -> Path:
-        """The trainer's output folder."""
         return self.folder / UNFINISHED
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -172,7 +168,6 @@ class WholeCheckpoints(TrainerCallback):
             )
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Publish the new checkpoint, and remove old ones."""
         processes = PartialState()
         processes.wait_for_everyone()
         if state.is_world_process_zero:
@@ -186,7 +181,6 @@ class WholeCheckpoints(TrainerCallback):
         processes.wait_for_everyone()
 
     def _remove(self, checkpoint: Path) -> None:
-        """Remove a checkpoint atomically."""
         if checkpoint.exists():
             waste = self.unfinished / f"old-{checkpoint.name}"
             os.replace(checkpoint, waste)

@@ -66,7 +66,6 @@ def forecast(case: Case, command: str = "") -> tuple[Facts, dict[str, int | None
 
 
 def sized(recipe: Recipe, micro: Mapping[str, int | None]) -> Recipe:
-    """Return a recipe with its micro batches."""
     return replace(
         recipe,
         training=replace(recipe.training, micro_batch_size=micro["training"]),

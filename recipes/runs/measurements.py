@@ -70,7 +70,6 @@ class Suite:
         return found
 
     def seconds(self, model: Any) -> float:
-        """Estimate how long one model takes."""
         return sum(measure.seconds(model) for measure in self.measures.values())
 
 
@@ -115,7 +114,6 @@ class Measurements:
 
     @property
     def count(self) -> int:
-        """Number of measured models."""
         return len(self._grids)
 
     def at(self, key: str | int) -> Grid | None:
@@ -209,19 +207,16 @@ class Measuring(TrainerCallback):
                     self._print(step)
 
     def begin(self, model: Any) -> None:
-        """Measure before the first step."""
         if self._original is not None:
             with self._original(model):
                 self.take(ORIGINAL, model)
         self.take(self._begins, model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Measure at intervals."""
         if self._every and state.global_step % self._every == 0 and state.global_step < state.max_steps:
             self.take(self._begins + state.global_step, model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Measure after the last step."""
         self.take(self._begins + state.global_step, model)
 
     def _print(self, key: str | int) -> None:

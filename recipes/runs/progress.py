@@ -68,7 +68,6 @@ class Progress(TrainerCallback):
         return Pace(seconds, self._tokens / seconds, _peak_memory(), self._steps)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Show the bar; in a resumed run, at the step where it stopped."""
         for logs in state.log_history:
             self._logs.update(logs)
         self._steps, self._seconds, self._first_ended = 0, 0.0, 0.0
@@ -77,7 +76,6 @@ class Progress(TrainerCallback):
         self._bar.start()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the clock."""
         self._step_began = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -102,7 +100,6 @@ class Progress(TrainerCallback):
             self._line(state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop the bar, or print a last line."""
         self._line(state)
         self._bar.stop()
 

@@ -61,7 +61,6 @@ class Results:
         return {label: results for label, results in found.items() if results}
 
     def models(self) -> dict[str, Grid]:
-        """Return the perplexities of the measured models."""
         return {name: results["perplexity"] for name, results in self.measured().items()}
 
     def recalls(self) -> list[Table]:
@@ -87,7 +86,6 @@ class Results:
         return [(entry["step"], entry.get("text_loss", entry["loss"])) for entry in self.log if "loss" in entry]
 
     def values(self) -> dict[str, Any]:
-        """Return the variables of the templates `run` and `card`."""
         facts, models = self.facts, self.models()
         how = f"with {facts.encoding}" if facts.encoding else "trained as it is"
         first = next(iter(models.values()), None)
@@ -178,7 +176,6 @@ def model_card(results: Results, existing: str = "") -> str:
 
 
 def _describe(data: Any, recipe: Recipe, kind: str, licence: str | None, measured: Grid | None) -> None:
-    """Fill in the hub's metadata."""
     adapter, scheme, source = recipe.adapter.kind, recipe.conversion.scheme, recipe.data.read_from
     data.library_name = "transformers" if adapter == "none" else "peft"
     # The hub accepts only names on the hub.

@@ -151,7 +151,6 @@ def _skips_nothing(name: str, stage: Training, length: int) -> Iterator[str]:
 
 
 def check_scheme_name(recipe: Recipe, where: str) -> None:
-    """Raise `RecipeError` if there is no scheme of the name."""
     if recipe.conversion.scheme is not None:
         try:
             registry.get(recipe.conversion.scheme)

@@ -83,7 +83,6 @@ def _path(kind: type[Any], path: Path, value: Any) -> Path:
 
 
 def _sections(kind: type[Any]) -> dict[str, list[str]]:
-    """Return the keys of each section of a dataclass."""
     hints = typing.get_type_hints(kind)
     return {name: _keys(hint) for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
 

@@ -165,7 +165,6 @@ class Training(Section):
 
     @property
     def warmup_steps(self) -> int:
-        """Number of warmup steps."""
         return round(self.warmup * self.steps)
 
 
@@ -237,7 +236,6 @@ class Distillation(Section):
 
     @property
     def distils(self) -> bool:
-        """Whether there is a teacher."""
         return self.share > 0 or self.hidden > 0
 
 
@@ -374,5 +372,4 @@ class Recipe(Section):
         return {f"{name}.{key}".rstrip("."): value for name, own in sections.items() for key, value in own.items()}
 
     def text(self) -> str:
-        """Return the recipe as YAML with all keys."""
         return fields.write(asdict(self))

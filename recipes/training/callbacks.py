@@ -58,7 +58,6 @@ class _Gradual(TrainerCallback):
         self.on_step_begin(args, state, control, model)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Set the progress of the step."""
         self.set_progress(model, self.progress(state.global_step, state.max_steps))
 
 
@@ -79,7 +78,6 @@ class Handover(_Gradual):
         set_strength(patched_inside(model), native=1 - progress, scheme=progress)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Remove the native encoding if the handover is complete."""
         if self.progress(state.global_step, state.max_steps) == 1:
             drop_native(patched_inside(model))
 
@@ -107,7 +105,6 @@ class Annealing(_Gradual):
             scheme.anneal_to(progress)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Set the progress after the last step."""
         self.on_step_begin(args, state, control, model)
 
 

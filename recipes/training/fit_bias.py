@@ -188,7 +188,6 @@ def _errors(model: PreTrainedModel, ids: Tensor | None, block: Block) -> dict[Ad
 
 
 def _loss(model: PreTrainedModel, ids: Tensor, corrupt: Callable[[Tensor], Tensor] | None) -> float:
-    """Return the loss per token on windows of text."""
     inputs = ids if corrupt is None else corrupt(ids)
     if corrupt is not None and is_masked(model):
         ids = ids.masked_fill(inputs == ids, -100)

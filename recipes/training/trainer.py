@@ -236,7 +236,6 @@ class AdaptationTrainer(Distilling, Trainer):
         super().log(logs, *args, **kwargs)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Return the optimizer, with the groups of `parameter_groups`."""
         if self.optimizer is None:
             kind, arguments = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             self.optimizer = kind(self._groups(model or self.model), **arguments)
@@ -286,7 +285,6 @@ class LogAndSave(TrainerCallback):
         self._saves_end = saves_end
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Set both flags, after the trainer has set them."""
         ends = state.global_step >= state.max_steps
         control.should_log = control.should_log or control.should_save or ends
         control.should_save = self._saves_end if ends else control.should_save

@@ -270,13 +270,11 @@ class BestLayers(TrainerCallback):
         return TransferResult(tuple(self.before.tolist()), tuple(self.after.tolist()), accepted, sentence)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check at intervals and at the last step."""
         interval = max(1, state.max_steps // _CHECKS)
         if state.global_step % interval == 0 or state.global_step == state.max_steps:
             self.check()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the best weights into the checkpoint."""
         if state.is_world_process_zero:
             self.save(Path(args.output_dir) / f"checkpoint-{state.global_step}" / BEST)
 
@@ -286,7 +284,6 @@ class BestLayers(TrainerCallback):
         save_file({**best, "before": self.before, "after": self.after}, path)
 
     def load(self, path: Path) -> None:
-        """Read a file that `save` wrote."""
         with reading(str(path), " Remove it to go on from before the attention transfer."):
             stored = load_file(path)
             before, after = stored.pop("before"), stored.pop("after")

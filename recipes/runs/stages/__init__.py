@@ -28,5 +28,4 @@ def training(recipe: Recipe) -> list[Trained]:
 
 
 def stages(recipe: Recipe) -> list[Stage]:
-    """Return all stages of a recipe."""
     return [*preparing(recipe), *training(recipe)]

@@ -56,7 +56,6 @@ class Case:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Tokenizer of the model."""
         return loading.load_tokenizer(loading.place(self.recipe.model))
 
     @cached_property
@@ -78,7 +77,6 @@ class Case:
         }
 
     def text(self, settings: Training) -> Prepared:
-        """Return the text of a stage."""
         return self.texts[settings.length or self.length]
 
     @cached_property
@@ -104,7 +102,6 @@ class Context:
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
         return self.folder / CHECKPOINTS
 
     @cached_property
@@ -113,7 +110,6 @@ class Context:
         return files.last(self.checkpoints / "lengthen") or files.last(self.checkpoints)
 
     def say(self, text: str) -> None:
-        """Print a line."""
         if self.console is not None:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -176,5 +172,4 @@ class Stage:
         return False
 
     def run(self, context: Context, work: Work) -> None:
-        """Do what is left of the stage."""
         raise NotImplementedError

@@ -24,7 +24,6 @@ class Convert(Stage):
         self.convert(work)
 
     def convert(self, work: Work) -> None:
-        """Convert the model."""
         conversion, model = self.recipe.conversion, work.model
         if conversion.scheme is not None:
             own = native_scheme(model) if conversion.window is not None else None

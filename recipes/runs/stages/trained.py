@@ -56,7 +56,6 @@ class Trained(Stage):
 
     @property
     def settings(self) -> Training:
-        """Settings of this stage."""
         return self.recipe.stages()[self.section]
 
     @property
@@ -90,16 +89,13 @@ class Trained(Stage):
         return False
 
     def done(self, context: Context) -> int:
-        """Return the steps that a stopped run has done."""
         last = files.last(self.folder(context))
         return 0 if last is None else files.step_of(last)
 
     def folder(self, context: Context) -> Path:
-        """Return the folder of its checkpoints."""
         return context.checkpoints / self.section
 
     def windows(self, case: Case) -> Any:
-        """Return the windows to train on."""
         return case.text(self.settings).train
 
     def collate(self, case: Case) -> Collator | None:
@@ -107,7 +103,6 @@ class Trained(Stage):
         return case.text(self.settings).collate
 
     def module(self, work: Work) -> AbstractContextManager[nn.Module]:
-        """Return the context of the module to train."""
         return contextlib.nullcontext(work.model)
 
     def trainer(
