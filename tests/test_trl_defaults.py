@@ -107,7 +107,7 @@ def test_trainers_with_default_arguments() -> None:
     assert trained(("SFT", "alibi"), ("SFT", "tape"), ("DPO", "fire")) == {}
 
 
-@pytest.mark.grid
+@pytest.mark.slow
 def test_every_scheme_with_default_arguments() -> None:
     others = [(trainer, scheme) for trainer in ("DPO", "GRPO", "Reward") for scheme in ("kerple", "fox_pro")]
     assert trained(*(("SFT", scheme) for scheme in hf_posenc.schemes()), *others) == {}
