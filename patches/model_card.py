@@ -44,15 +44,17 @@ from {{ module }} import (  # noqa: F401
 {% for name in names %}    {{ name }},
 {% endfor %})
 '''
+# For each group of layers: the encoding that the scheme is over or instead of, and how it starts.
+Starts = Sequence[tuple[str, str]]
 _BEGIN, _END = "<!-- hf_posenc begin -->", "<!-- hf_posenc end -->"
 _SECTION = (
     _BEGIN
     + """
 ## Positional encoding
 
-{% for group, info, start in groups %}
+{% for group, info, base, start in groups %}
 `{{ group.scheme }}` ({{ "arXiv " if info.paper[:4].isdigit() }}{{ info.paper }}), \
-{{ "over" if group.keeps_native else "instead of" }} the model's own encoding. {{ info.summary }}
+{{ "over" if group.keeps_native else "instead of" }} {{ base }}. {{ info.summary }}
 
 {% for name, part in group.stacks | dictsort %}
 - {{ name }}, layers {{ ranges(part.layers) }}; options: {{ options(part.options) }}
@@ -88,12 +90,12 @@ def auto_map(config_class: type) -> dict[str, str]:
     return {name: f"{STUB}.{kind.__name__}" for name, kind in sorted(kinds.items())}
 
 
-def write(folder: Path, target: Path, config: Any, head: str, starts: Sequence[str], origin: str) -> None:
+def write(folder: Path, target: Path, config: Any, head: str, starts: Starts, origin: str) -> None:
     """Write the stub, a module of remote code, and the model card of a converted model to a folder.
 
     A card that is in the target already keeps its text; only the part that this package wrote earlier is replaced. One
     that cannot be read is left alone; a warning says so. `head` is the name of the model's class without "Posenc",
-    `starts` the start of each group, and `origin` the name of the model that was converted, if known.
+    `starts` has words for each group, and `origin` the name of the model that was converted, if known.
     """
     names = sorted({name.partition(".")[2] for name in auto_map(type(config)).values()})
     stub = _template(_STUB).render(module=type(config).__module__, names=names)
@@ -161,12 +163,12 @@ def _words(tags: Any) -> list[str]:
     return found
 
 
-def card(existing: str, config: Any, head: str, starts: Sequence[str], origin: str = "") -> str:
+def card(existing: str, config: Any, head: str, starts: Starts, origin: str = "") -> str:
     """Return the text of the model card with this package's section; `origin` names the model that was converted."""
     groups = [group for part in record.converted(config) for group in record.from_config(part)]
     known = auto_name(type(config), f"Posenc{head}")
     section = _template(_SECTION).render(
-        groups=[(group, registry.get(group.scheme), start) for group, start in zip(groups, starts, strict=True)],
+        groups=[(group, registry.get(group.scheme), *words) for group, words in zip(groups, starts, strict=True)],
         loader=known or f"Posenc{head}",
         home="transformers" if known else type(config).__module__,
         note="  # or, without the import: trust_remote_code=True" if known else "",

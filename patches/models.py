@@ -396,16 +396,19 @@ def attach_recorded(model: nn.Module, *, is_new: bool = False) -> None:
     surgery.install(sites, built, record.strengths_from_config(config))
 
 
-def starts(model: Any) -> list[str]:
-    """Return the start of each group of a converted model, as `Plan` names it, in the order of `record.converted`."""
+def starts(model: Any) -> list[tuple[str, str]]:
+    """Return the words of the model card for each group of a converted model, in the order of `record.converted`."""
     found = []
     for config in record.converted(model.config):
         part = next(part for part in surgery.parts(model).values() if part.config is config)
         groups = record.from_config(config)
         schemes: dict[int, dict[Scheme, None]] = {group.id: {} for group in groups}  # each once
-        for _, body, _, attention in Sites.of(part).patched():
+        sites = Sites.of(part)
+        for _, body, _, attention in sites.patched():
             schemes[attention.posenc_group][surgery.scheme_of(body, attention)] = None
-        found += [describe_start(list(schemes[group.id]), group.native)[0] for group in groups]
+        for group in groups:
+            base = "the model's own encoding" if isinstance(group.native, str) else surgery.kept_native(sites, group)
+            found.append((base, describe_start(list(schemes[group.id]), group.native)[0]))
     return found
 
 

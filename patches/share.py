@@ -34,9 +34,8 @@ def resolve(native: Any, layers: Iterable[tuple[str, Geometry]], *, what: str, s
     """
     if native in ("remove", "keep"):
         return cast("NativeSetting", native)
-    is_number = isinstance(native, (int, float)) and not isinstance(native, bool) and 0 <= native <= 1
-    is_mapping = isinstance(native, Mapping) and all(isinstance(value, (int, float)) for value in native.values())
-    if not (native == "fast" or is_number or is_mapping):
+    is_mapping = isinstance(native, Mapping) and all(map(_is_share, native.values()))
+    if not (native == "fast" or _is_share(native) or is_mapping):
         raise OptionError(
             f"native={shown(native)}: expected 'remove' (the model's own encoding goes), 'keep', a share of its rotary "
             "pairs such as 0.375 (the fastest go on turning, the others stop), or 'fast' (those that turn at least "
@@ -62,6 +61,10 @@ def resolve(native: Any, layers: Iterable[tuple[str, Geometry]], *, what: str, s
         count = _fast(geometry) if native == "fast" else round(pairs * (native[kind] if is_mapping else native))
         found[kind] = count / pairs
     return _plain(found)
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def _plain(shares: dict[str, float]) -> NativeSetting:
@@ -115,6 +118,8 @@ def share_of(native: NativeSetting, kind: str, geometry: Geometry) -> Share | No
     if isinstance(native, str) or not _turning(geometry):
         return None
     assert geometry.inv_freq is not None
+    if isinstance(native, Mapping) and kind not in native:
+        raise OptionError(f"native={shown(dict(native))} has no share for layers of the type {kind!r}.")
     share, pairs = native[kind] if isinstance(native, Mapping) else native, len(geometry.inv_freq)
     return None if share == 1 else Share(round(share * pairs), pairs, geometry.rotary_scaling)
 

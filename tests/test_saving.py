@@ -365,7 +365,7 @@ def test_a_card_keeps_all_that_the_user_wrote(metadata: str, end: str) -> None:
     model = llama("fire")
 
     def renewed(text: str) -> str:
-        return model_card.card(text, model.config, "LlamaForCausalLM", [""])
+        return model_card.card(text, model.config, "LlamaForCausalLM", [("the encoding", "")])
 
     given = (metadata + MINE).replace("\n", end)
     once = renewed(given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ def test_a_share_is_cached_saved_and_loaded(architecture: str, tmp_path: Path) -
     model, ids = hf_posenc.patch(stock(architecture).eval(), "kerple", native=0.5), tokens(architecture, 2, 12)
     expected = logits(model, architecture, ids)
     model.save_pretrained(tmp_path)
+    assert re.search(r"over \d+ of \d+ rotary pairs", (tmp_path / "README.md").read_text(encoding="utf-8"))
     auto = AutoModelForCausalLM if model.can_generate() else AutoModelForMaskedLM
     model = auto.from_pretrained(tmp_path, dtype=torch.float32).eval()
     assert torch.equal(logits(model, architecture, ids), expected)
@@ -113,7 +115,10 @@ def test_each_type_of_layer_has_a_share_of_its_own() -> None:
         hf_posenc.patch(model, "nope", native={"full_attention": 0.5})
 
 
-@pytest.mark.parametrize("native", [1.5, -0.1, True, "half", float("nan"), None, [0.5], {"": "x"}], ids=str)
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("native", [1.5, -0.1, True, "half", NAN, None, [0.5], {"": "x"}, {"": 5}, {"": NAN}], ids=str)
 def test_what_is_no_share_is_refused(native: Any) -> None:
     model = stock("llama")
     with pytest.raises(OptionError, match="expected 'remove'"):
