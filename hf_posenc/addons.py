@@ -1,7 +1,7 @@
 """A positional scheme with add-ons, as one scheme: `"fire+log_temperature"`.
 
-An add-on is a scheme that changes queries, the softmax or the output of attention, or adds to the logits; positions at
-large are left to another.
+An add-on is a scheme that changes queries, the softmax or the output of attention, or adds to the logits of near keys.
+The other scheme carries the positions.
 """
 
 import functools
@@ -20,7 +20,10 @@ from hf_posenc.scheme import Result, Scheme, option_names
 
 
 def _of_base(name: str, *, alone: bool = False) -> Any:
-    """Return a method that calls that of the base; if it is right for that `alone`, `None` where add-ons join in."""
+    """Return a method that calls the base's method of this name.
+
+    With `alone`, it returns `None` if an add-on changes the logits or the softmax: the form holds for the base alone.
+    """
 
     def call(self: "Composite", *args: Any, **kwargs: Any) -> Any:
         if alone and any(part.overrides(seam) for part in self.added_on for seam in ("score", "weigh")):

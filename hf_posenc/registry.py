@@ -43,7 +43,7 @@ class SchemeInfo:
             without positions that others can be combined with, as in `"rope+gated_output"`.
         directions: Directions the scheme is defined for: `"causal"` (decoders), `"bidirectional"` (encoders).
         usual: Whether `hf-posenc compare` takes the scheme by default.
-        addons: Records of the add-ons, of which `name` also tells; the other fields are those of the scheme itself.
+        addons: Records of the add-ons, which `name` lists, too; the other fields describe the scheme itself.
     """
 
     name: str

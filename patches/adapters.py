@@ -10,7 +10,7 @@ What `register_all` changes in PEFT:
 |---|---|
 | types of configurations | new entries: the types in our files lead to `PosencLoraConfig`, or to a refusal |
 | tuner of LoRA | `PosencLoraModel`, which makes PEFT's own tuner unless a scheme is there |
-| targets by the type of a model | new entries: converted types have those of the stock types |
+| targets by the type of a model | new entries: converted types have the targets of the stock types |
 | keys that hotswapping compares | `posenc` and `base_weights`, too |
 | `PeftModel.save_pretrained` | adapters on converted models are saved whole or not at all |
 """
@@ -437,7 +437,7 @@ def _saving_whole(stock: Any) -> Any:
             with _bases(model, unsaved, origin), model_card.adapter_card(folder, target, "" if unsaved else origin):
                 stock(model, str(folder), *args, **kwargs)
             for file in (_folder(folder, name) / CONFIG_NAME for name in unsaved):
-                if file.exists():  # not that of an adapter that is left out
+                if file.exists():  # an adapter that is left out has none
                     content = {**json.loads(file.read_text()), "base_model_name_or_path": locks.UNSAVED}
                     file.write_text(json.dumps(content, indent=2, sort_keys=True))
 

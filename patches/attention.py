@@ -217,7 +217,7 @@ class LayerCall:
     sinks: Tensor | None = None
 
     def visible(self, inputs: Inputs, q: Tensor, k: Tensor, positions: Positions, window: int | None) -> Mask:
-        """Return the visibility of all keys, those of the cache included, given the window of the scheme."""
+        """Return which keys are visible, cached ones included, given the window of the scheme."""
         (batch, heads, queries, _), keys = q.shape, k.shape[2]
         real, window = inputs.real, self.window if window is None else min(window, self.window or window)
         # A window that is longer than the sequence hides nothing.

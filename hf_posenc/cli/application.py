@@ -142,8 +142,8 @@ def scheme_options(scheme: str, overrides: list[str] | None, options: list[str] 
             raise OptionError(f"{shown(name)} is no option of the scheme: give --{name} {value}.")
         if not equals or name == key:
             raise OptionError(
-                f"{shown(pair)}: expected scheme.NAME=VALUE or -o NAME=VALUE, such as scheme.width=64. Other keys are "
-                "those of recipes: hf-posenc train."
+                f"{shown(pair)}: expected scheme.NAME=VALUE or -o NAME=VALUE, such as scheme.width=64. Other keys "
+                "belong to recipes: hf-posenc train."
             )
         if name in found:
             raise OptionError(f"{shown(pair)}: {name} is given twice.")

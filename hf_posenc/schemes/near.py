@@ -22,7 +22,7 @@ class Near(DistanceBias):
     Parameters: `offsets`, `[H, N]` in decoders, index `i - j`; `[H, 2N - 1]` in encoders, index `i - j + N - 1`.
 
     Args:
-        near_distances: Number N of distances, that of a token to itself included.
+        near_distances: Number N of distances, from 0 on.
     """
 
     neutral_options = {}

@@ -144,9 +144,9 @@ def _kernel_backward(
 def _own_backward(
     bias: BlockBias, scale: float, given: Sequence[Tensor], sums: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """Add the gradients of queries, keys and values to `sums`; return those of the bias's inputs, if it learns.
+    """Add the gradients of queries, keys and values to `sums`; return the bias's own gradients, if it learns.
 
-    Given are queries, keys, values, logarithms of sums and the gradient of the output.
+    `given` holds queries, keys, values, logarithms of sums and the gradient of the output.
     """
     (q, k, v, lse, grad), (of_q, of_k, of_v) = given, sums
     for block in bias.blocks(bias.learning_rows):
