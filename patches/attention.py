@@ -152,7 +152,8 @@ class PosencAttention(Mixin):
             content_q = q
             if scheme.reads_keys:
                 state = {**state, CONTENT: keys.transpose(1, 2)}
-            q, keys = layer.rotate(q, keys)
+            # Under autocast a rotation in float32 leaves its result so, which the fast executors do not take.
+            q, keys = (turned.to(values.dtype) for turned in layer.rotate(q, keys))
         if layer.cache is None:
             positions = inputs.places
         else:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, LlamaConfig
 
 import hf_posenc
 from hf_posenc import CheckpointError, OptionError
+from hf_posenc.attention.engine import recorded
 from hf_posenc.patches import record
 from hf_posenc.patches.cache import NAMES
 from hf_posenc.patches.rotary import set_rope
@@ -83,6 +84,16 @@ def test_pairs_that_stand_still_keep_the_factor_of_the_rotation_at_its_strength(
     for each in (cut, whole):
         hf_posenc.set_strength(each, native=strength)
     close(logits(cut, "llama", ids), logits(whole, "llama", ids))
+
+
+def test_autocast_takes_the_executor_that_it_takes_without_the_rotation() -> None:
+    found = []
+    for native in (0.5, "remove"):
+        model = hf_posenc.patch(stock("llama"), "kerple", native=native)
+        with recorded() as used, torch.autocast("cpu", torch.bfloat16):
+            model(tokens("llama", 1, 48))
+        found.append(set(used))
+    assert found[0] == found[1]
 
 
 def test_the_whole_share_is_keep_and_none_is_remove() -> None:
