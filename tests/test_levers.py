@@ -144,6 +144,15 @@ def test_position_skipping_reaches_all_distances() -> None:
     assert seen == set(range(-63, 64))
 
 
+def test_a_share_of_the_windows_skips_positions() -> None:
+    ids = tokens("llama", 200, 8)
+    rows = [{"input_ids": row} for row in ids]
+    some, every = (PositionSkipping(64, share=share)(rows)["position_ids"] for share in (0.5, 1.0))
+    is_whole = (some == torch.arange(8)).all(1)
+    assert 70 <= int(is_whole.sum()) <= 130
+    assert torch.equal(some[~is_whole], every[~is_whole])
+
+
 def test_a_share_of_long_windows_is_read_as_short_texts() -> None:
     ids = tokens("llama", 200, 20)
     whole, short = torch.arange(20), torch.arange(20) % 8

@@ -471,6 +471,10 @@ LENGTHS: dict[str, tuple[str, list[str], str]] = {
         *("llama-learned", ["length=256"]),
         "length is 256, and the scheme knows 128 positions.*conversion.options",
     ),
+    "transfer beyond the original": (
+        *("llama-nope", ["length=64", "transfer={steps: 1, skip_to: 99999}"]),
+        r"transfer\.skip_to is 99999; expected at most 128, the trained length",
+    ),
     "long windows, table": (
         *("gpt2", ["length=64", "lengthen={steps: 1, length: 512}"]),
         r"lengthen\.length is 512, and the model's own table has 128 positions",
@@ -495,7 +499,7 @@ def test_a_run_refuses_lengths_before_it_measures_as_a_dry_run_does(case: str, t
     name, changes, said = LENGTHS[case]
     architecture, _, scheme = name.partition("-")
     pairs = [f"model={DIRECTORIES[architecture]}", "data=builtin", "training.steps=1"]
-    pairs += [key if key.startswith("lengthen") else f"training.{key}" for key in changes]
+    pairs += [key if key.startswith(("lengthen", "transfer")) else f"training.{key}" for key in changes]
     recipe = read_recipe(*(("swap", [f"scheme={scheme}", *pairs]) if scheme else ("control", pairs)))
     for refuses in (
         lambda: forecast(Case.of(recipe, reads_all=False)),

@@ -122,6 +122,21 @@ def distance(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     return AttentionTransfer(model, projections=False).distances([{"input_ids": ids, **options}])
 
 
+def test_skipped_positions_are_read_by_the_original_too_as_far_as_it_was_trained() -> None:
+    attention = AttentionTransfer(hf_posenc.patch(stock("llama"), "rope"))
+    ids, trained = tokens("llama", 2, 12), stock("llama").config.max_position_embeddings
+
+    def read(gap: int) -> dict[str, torch.Tensor]:
+        places = torch.arange(12) + gap * (torch.arange(12) >= 5)
+        with torch.no_grad():
+            return attention(ids, attention_mask=torch.ones_like(ids), position_ids=places.expand_as(ids))
+
+    whole, apart, beyond = read(0), read(trained - 12), read(trained - 11)
+    assert not torch.equal(apart["sizes"], whole["sizes"])
+    assert float(apart["loss"]) < 1e-9
+    assert torch.equal(beyond["sizes"], whole["sizes"])
+
+
 @pytest.mark.parametrize("name", ["shaw", "fire"])
 def test_packed_documents_do_not_see_each_other(name: str) -> None:
     model = patched("llama", name)

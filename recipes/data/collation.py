@@ -37,11 +37,14 @@ class PositionSkipping:
     most `length - 1`. So training sees all distances up to `length` at the price of short windows. Tokens and labels
     are unchanged.
 
-    The seed draws cuts and gaps. `collate` makes the batch; by default it stacks.
+    The seed draws cuts and gaps, and the `share` of the windows that have a gap. `collate` makes the batch; by default
+    it stacks.
     """
 
-    def __init__(self, length: int, *, seed: int = 0, collate: Collator = default_data_collator) -> None:
-        self.length, self.seed, self._collate = length, seed, collate
+    def __init__(
+        self, length: int, *, share: float = 1.0, seed: int = 0, collate: Collator = default_data_collator
+    ) -> None:
+        self.length, self.share, self.seed, self._collate = length, share, seed, collate
 
     def __call__(self, examples: list[Any]) -> dict[str, Tensor]:
         """Return the batch, with `position_ids` int64 `[B, n]` and a mask of ones."""
@@ -62,6 +65,8 @@ class PositionSkipping:
         tokens, draw = len(ids), content_generator(ids, self.seed)
         cut = 1 + int(torch.randperm(tokens - 1, generator=draw)[0])
         gap = int(torch.randint(self.length - tokens + 1, (), generator=draw))
+        if self.share < 1 and float(torch.rand((), generator=draw)) >= self.share:
+            gap = 0
         return torch.arange(tokens) + gap * (torch.arange(tokens) >= cut)
 
 

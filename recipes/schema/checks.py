@@ -119,7 +119,7 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         ),
     )
     yield from (words for applies, words in problems if applies)
-    for name, stage in _with_windows(recipe).items():
+    for name, stage in recipe.stages().items():
         if stage.micro_batch_size and stage.batch_size % stage.micro_batch_size:
             yield (
                 f"{name}.micro_batch_size is {stage.micro_batch_size}; expected a divisor of {name}.batch_size = "
@@ -132,11 +132,6 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
                 f"{name}.skip_to gives each window the positions of one long text, but data.packing is 'documents'. "
                 "Set data.packing to windows, or leave skip_to out."
             )
-
-
-def _with_windows(recipe: Recipe) -> dict[str, Training]:
-    """Return the settings of the stages that train on windows of their own, by section."""
-    return {name: stage for name, stage in recipe.stages().items() if name != "transfer"}
 
 
 def _skips_nothing(name: str, stage: Training, length: int) -> Iterator[str]:
@@ -219,7 +214,7 @@ def lengths(recipe: Recipe, config: Any) -> tuple[int, int]:
             f"training.length is null, which is the model's trained length, and the config of {recipe.model} has none. "
             "Give a number of tokens, for instance training.length=512."
         )
-    for name, stage in _with_windows(recipe).items():
+    for name, stage in recipe.stages().items():
         for problem in _skips_nothing(name, stage, stage.length or length):
             raise RecipeError(problem)
         if stage.skip_to is not None and auto_class(config) is not AutoModelForCausalLM:
@@ -227,6 +222,12 @@ def lengths(recipe: Recipe, config: Any) -> tuple[int, int]:
                 f"{name}.skip_to skips positions in texts that go on; {config.model_type} models restore corrupted "
                 f"windows. Leave it out, or give {name}.skip_to=null."
             )
+    skipped = recipe.transfer.skip_to
+    if skipped is not None and own is not None and skipped > own:
+        raise RecipeError(
+            f"transfer.skip_to is {skipped}; expected at most {own}, the trained length of {recipe.model}: the "
+            "original reads the same positions, and knows none beyond."
+        )
     if auto_class(config) is not AutoModelForCausalLM and recipe.lengthen.short not in (0, type(recipe.lengthen).short):
         raise RecipeError(
             f"lengthen.short is {recipe.lengthen.short}: it reads a window as several texts, which {config.model_type} "
@@ -259,7 +260,7 @@ def check_tables(recipe: Recipe, model: Any, length: int) -> None:
     # Packed documents may all be shorter than the window.
     ends = (end for end in known if end is not None and recipe.data.packing == "windows")
     rows, end = min(ends, default=None), table_end(model)
-    for name, stage in _with_windows(recipe).items():
+    for name, stage in recipe.stages().items():
         for key, reach in (("length", stage.length or length), ("skip_to", stage.skip_to or 0)):
             if rows is not None and reach > rows:
                 way = "; or more of them by conversion.options" * has_scheme

@@ -174,6 +174,9 @@ class Transfer(Section):
 
     Attributes:
         steps: Optimizer steps; 0 is off.
+        length: Tokens per window; null is that of the training.
+        skip_to: Text length whose positions half of the windows show by skipping some; at most the trained length,
+            since the original reads the same positions; null is off.
         batch_size: Windows per optimizer step; null is that of the training.
         micro_batch_size: Windows per forward of one process; null is that of the training, or its share of the batch.
         projections: Whether to train the whole attention; false trains the scheme alone.
@@ -182,6 +185,8 @@ class Transfer(Section):
     """
 
     steps: CountOrNone = 0
+    length: Length | None = None
+    skip_to: Count | None = None
     batch_size: Count | None = None
     micro_batch_size: Count | None = None
     projections: bool = True
@@ -334,7 +339,8 @@ class Recipe(Section):
             found["transfer"] = replace(
                 training,
                 steps=transfer.steps or _FITTING,
-                skip_to=None,
+                length=transfer.length or training.length,
+                skip_to=transfer.skip_to,
                 batch_size=transfer.batch_size or training.batch_size,
                 micro_batch_size=transfer.micro_batch_size
                 or (None if transfer.batch_size else training.micro_batch_size),

@@ -19,7 +19,7 @@ from transformers.integrations import get_available_reporting_integrations
 
 from hf_posenc.errors import RecipeError
 from hf_posenc.patches.atomic_files import reading
-from hf_posenc.recipes.data.collation import Collator, PositionSkipping
+from hf_posenc.recipes.data.collation import Collator
 from hf_posenc.recipes.loading import load, load_config
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.schema.recipe import Recipe, Training
@@ -60,14 +60,11 @@ def adaptation_trainer(
         own.append(Handover(conversion.handover))
     if conversion.anneals:
         own.append(Annealing(conversion.anneal))
-    collate = collate or default_data_collator
-    if training.skip_to is not None:
-        collate = PositionSkipping(training.skip_to, seed=training.seed, collate=collate)
     trainer = AdaptationTrainer(
         model=model,
         args=training_arguments(recipe, folder),
         train_dataset=whole_batches(windows, training.batch_size),
-        data_collator=collate,
+        data_collator=collate or default_data_collator,
         callbacks=[*own, *callbacks],
         scheme_learning_rate=training.scheme_learning_rate,
         teacher=teacher,

@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 
 from accelerate.utils import patch_environment
 from torch import nn
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerState, default_data_collator
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_posenc.errors import shown
 from hf_posenc.patches.atomic_files import reading
 from hf_posenc.recipes import layout
-from hf_posenc.recipes.data.collation import Collator
+from hf_posenc.recipes.data.collation import Collator, PositionSkipping
 from hf_posenc.recipes.processes import processes, sharding
 from hf_posenc.recipes.reports import counted
 from hf_posenc.recipes.runs import files
@@ -47,10 +47,12 @@ class Trained(Stage):
     Attributes:
         section: Name of its section in the recipe.
         words: Name in reports.
+        skipping: Share of the windows that skip positions, where any do.
     """
 
     section: ClassVar[StageName]
     words: ClassVar[str]
+    skipping: ClassVar[float] = 1.0
 
     begins: int = 0
 
@@ -100,7 +102,11 @@ class Trained(Stage):
 
     def collate(self, case: Case) -> Collator | None:
         """Return the collator; `None` is the trainer's."""
-        return case.text(self.settings).collate
+        found, settings = case.text(self.settings).collate, self.settings
+        if settings.skip_to is None:
+            return found
+        whole = found or default_data_collator
+        return PositionSkipping(settings.skip_to, share=self.skipping, seed=settings.seed, collate=whole)
 
     def module(self, work: Work) -> AbstractContextManager[nn.Module]:
         return contextlib.nullcontext(work.model)

@@ -31,6 +31,7 @@ class Transfer(Trained):
 
     section = "transfer"
     words = "attention transfer"
+    skipping = 0.5
 
     @property
     def rates(self) -> tuple[Name, bool]:
@@ -64,7 +65,7 @@ class Transfer(Trained):
     def run(self, context: Context, work: Work) -> None:
         """Train, unless the result is there, and measure before it."""
         folder, text = self.folder(context), context.case.text(self.settings)
-        result, collate = folder / files.TRANSFERRED, text.collate or default_data_collator
+        result, collate = folder / files.TRANSFERRED, self.collate(context.case) or default_data_collator
         with self.module(work) as transfer:
             self.measuring(context, work).begin(work.model)
             parts = (collate(part) for part in set_aside(text.train, self.settings)[0])
