@@ -34,11 +34,14 @@ from hf_posenc.scheme import Scheme
 WINDOW = 1024
 # Assumed trained length of a model whose config states none.
 _LENGTH = 512
-# Width from which a model is no toy, and tokens of the attention transfer there (benchmarks/results/README.md).
-_REAL, _TRANSFER = 512, 500_000
-# Tokens of the training for each token of the longest windows to measure on: three measurements then read fewer tokens
-# than the training. The length that an extension is for is measured if they read at most three times as many.
-_MEASURED, _WANTED = 8, 2
+# Width from which a model is no toy.
+_REAL = 512
+# Tokens of an attention transfer, and of its windows; positions that these show by skipping some, in lengths of them;
+# and tokens of the transfer for each token of the training (benchmarks/results/README.md).
+_TRANSFER, _TRANSFER_WINDOW, _TRANSFER_REACH, _TRANSFER_SHARE = 250_000, 512, 16, 5
+# Tokens of a run for each token of the longest windows to measure on: three measurements then read about as many tokens
+# as the run, and only forward. The length that an extension is for is measured if they read three times as many.
+_MEASURED = 2
 # RoPE scaling methods for `extend`, most common first; and long windows alone.
 ROPES = ("yarn", "dynamic", "linear", "llama3", "longrope", "base", "proportional")
 WINDOWS = "windows"
@@ -276,8 +279,13 @@ class Case:
         return self.recipe.training.length or min(self.facts.own, WINDOW)
 
     @property
-    def tokens(self) -> int:
-        return self.asked.recipe.training.steps * self.asked.recipe.training.batch_size * self.length
+    def training_tokens(self) -> int:
+        return self.recipe.training.steps * self.recipe.training.batch_size * self.length
+
+    @property
+    def transfer_window(self) -> int:
+        """Tokens per window of the attention transfer."""
+        return self.recipe.transfer.length or self.length
 
     @property
     def wanted(self) -> str | float | None:
@@ -334,6 +342,8 @@ def _length(case: Case) -> int | None:
 
 
 def _batch_size(case: Case) -> int:
+    if case.transfers:
+        return case.facts.processes  # A teacher's predictions are no noise: small steps, as in the transfer.
     if case.extends and not case.facts.causal and not case.asked.gives("training.length"):
         return max(1, 8 * case.facts.own // case.far)
     return case.recipe.training.batch_size
@@ -342,8 +352,26 @@ def _batch_size(case: Case) -> int:
 def _transfer_steps(case: Case) -> int:
     if not case.transfers:
         return case.recipe.transfer.steps
-    # No more tokens than a short training has.
-    return max(1, min(_TRANSFER, case.tokens) // (case.facts.processes * case.length))
+    # A short training has a short transfer.
+    most = _TRANSFER_SHARE * case.training_tokens if case.asked.gives("training.steps") else _TRANSFER
+    return max(1, min(_TRANSFER, most) // (case.facts.processes * case.transfer_window))
+
+
+def _transfer_length(case: Case) -> int | None:
+    return _TRANSFER_WINDOW if case.transfers and case.length > _TRANSFER_WINDOW else case.recipe.transfer.length
+
+
+def _transfer_skip_to(case: Case) -> int | None:
+    far = min(case.facts.own, _TRANSFER_REACH * case.transfer_window)
+    can = case.transfers and case.recipe.data.packing != "documents" and far > case.transfer_window
+    return far if can else case.recipe.transfer.skip_to
+
+
+def _steps(case: Case) -> int:
+    if not case.transfers:
+        return case.recipe.training.steps
+    transfer = case.recipe.transfer.steps * case.facts.processes * case.transfer_window
+    return max(1, transfer // (_TRANSFER_SHARE * case.recipe.training.batch_size * case.length))
 
 
 def _native(case: Case) -> str | float:
@@ -410,10 +438,11 @@ def _contexts(case: Case) -> list[int] | None:
         return [each for power in range(9) if (each := own << power) <= reach * 2]
     if own <= _LENGTH:
         return None
-    affordable = case.tokens // Evaluation.windows
-    most = min(max(4 * length, reach), max(length, affordable // _MEASURED))
+    transfer = case.recipe.transfer.steps * (case.recipe.transfer.batch_size or 1) * case.transfer_window
+    affordable = (case.training_tokens + transfer) // Evaluation.windows // _MEASURED
+    most = min(max(4 * length, reach), max(length, affordable))
     found = {each for each in (length // 4, length, 4 * length, own, reach) if TARGETS <= each <= most}
-    if case.extends and reach <= affordable // _WANTED:
+    if case.extends and reach <= affordable:
         found.add(reach)
     return sorted(found) or [TARGETS]
 
@@ -424,14 +453,17 @@ RULES: dict[str, Callable[[Case], Any]] = {
     "conversion.rope": _rope,
     "conversion.stacks": lambda case: ["decoder"] if case.decodes_only else None,
     "training.precision": lambda case: case.facts.precision,
+    "training.length": _length,
+    "training.batch_size": _batch_size,
+    "transfer.length": _transfer_length,
+    "transfer.skip_to": _transfer_skip_to,
     "transfer.steps": _transfer_steps,
     # One window for each process: small steps are worth more than tokens.
     "transfer.batch_size": lambda case: case.facts.processes if case.transfers else case.recipe.transfer.batch_size,
+    "training.steps": _steps,
     "conversion.native": _native,
     "conversion.fit": _fit,
     "conversion.options": _options,
-    "training.length": _length,
-    "training.batch_size": _batch_size,
     "distillation.share": lambda case: _teacher(case).share,
     "distillation.hidden": lambda case: _teacher(case).hidden,
     "distillation.until": lambda case: _teacher(case).until,

@@ -153,7 +153,7 @@ def test_a_long_model_is_trained_in_windows_that_a_machine_can_hold() -> None:
     # Less than what is scored cannot be read.
     assert read("llama", "swap", "scheme=kerple", "length=128", length=8192).evaluation.contexts == [128, 512]
     # A short training is not measured for longer than it lasts, nor where it cannot be.
-    for steps, contexts in (("128", [256, 1024, 4096]), ("1", [256, 1024])):
+    for steps, contexts in (("32", [256, 1024, 4096]), ("1", [256, 1024])):
         assert read("llama", "swap", "scheme=kerple", f"steps={steps}", length=8192).evaluation.contexts == contexts
     short = read("llama", "swap", "scheme=kerple", "steps=2", "training.length=32", length=2048)
     assert short.evaluation.contexts == [64]
@@ -173,8 +173,12 @@ def test_a_model_of_real_size_begins_with_the_attention_transfer(monkeypatch: py
         ).transfer
         return transfer.steps, transfer.batch_size
 
-    assert size() == (500_000 // 1024, 1)
-    assert size("steps=4") == (4 * 8, 1)  # as many tokens as the training
+    whole = read_recipe("swap", ["model=here", "data=builtin", "scheme=kerple"], config=config)
+    assert (whole.transfer.length, whole.transfer.skip_to) == (512, 1024)
+    assert size() == (250_000 // 512, 1)
+    # A fifth of its tokens follow in the training, in windows of twice the length.
+    assert (whole.training.steps, whole.training.batch_size) == (250_000 // 512 // 10, 1)
+    assert size("steps=4") == (4 * 2 * 5, 1)
     assert size("native=keep") == size("fit=native") == size("transfer.steps=0") == (0, None)
     assert size(scheme="kerple+gated_output") == size()
     assert read("llama", "swap", "scheme=kerple").transfer.steps == 0
@@ -184,7 +188,7 @@ def test_a_model_of_real_size_begins_with_the_attention_transfer(monkeypatch: py
     with pytest.raises(RecipeError, match=r"length is '0'.*greater than or equal to 2"):
         size("length=0")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert size("steps=4") == (8, 4)  # one window for each process
+    assert size("steps=4") == (4 * 2 * 5, 4)  # one window for each process
 
 
 def test_extending_takes_what_the_native_encoding_has() -> None:

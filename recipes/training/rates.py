@@ -12,8 +12,8 @@ from hf_posenc.recipes.loading import trained_length
 from hf_posenc.recipes.schema.recipe import StageName, Training
 from hf_posenc.scheme import Scheme
 
-# "fit" is a transfer that trains the scheme alone.
-Name = StageName | Literal["fit"]
+# "fit" is a transfer that trains the scheme alone, "refining" a training after a transfer of the whole attention.
+Name = StageName | Literal["fit", "refining"]
 
 # Parameters of the model at which the rates below are the best of a grid, see benchmarks/results/README.md.
 _SIZE = 470_000
@@ -33,6 +33,8 @@ _RATES: dict[Name, tuple[Rates, float]] = {
     "fit": (Rates(1e-2, 1e-2), 0.3),
     "transfer": (Rates(5e-3, 2.5e-2), 0.1),
     "training": (Rates(1e-3, 5e-3), 0.3),
+    # At the rates of a training, it would undo a part of the transfer.
+    "refining": (Rates(1e-4, 5e-4), 0.3),
     "lengthen": (Rates(5e-4, 2.5e-3), 0.3),
 }
 

@@ -19,9 +19,10 @@ class Train(Trained):
 
     @property
     def rates(self) -> tuple[Name, bool]:
-        conversion = self.recipe.conversion
-        learned = conversion.scheme is None or conversion.fit is not None or "transfer" in self.recipe.stages()
-        return self.section, learned or conversion.native == "keep"
+        conversion, transfers = self.recipe.conversion, "transfer" in self.recipe.stages()
+        learned = conversion.scheme is None or conversion.fit is not None or transfers
+        is_refining = transfers and self.recipe.moves_projections
+        return "refining" if is_refining else self.section, learned or conversion.native == "keep"
 
     def plain(self, model: Any) -> Recipe:
         return self.recipe
