@@ -37,8 +37,9 @@ _LENGTH = 512
 # Width from which a model is no toy.
 _REAL = 512
 # Tokens of an attention transfer, and of its windows; positions that these show by skipping some, in lengths of them;
-# and tokens of the transfer for each token of the training (benchmarks/results/README.md).
-_TRANSFER, _TRANSFER_WINDOW, _TRANSFER_REACH, _TRANSFER_SHARE = 250_000, 512, 16, 5
+# the share of windows that repeat themselves; and tokens of the transfer for each token of the training
+# (benchmarks/results/README.md).
+_TRANSFER, _TRANSFER_WINDOW, _TRANSFER_REACH, _REPEAT, _TRANSFER_SHARE = 250_000, 512, 16, 0.4, 5
 # Tokens of a run for each token of the longest windows to measure on: three measurements then read about as many tokens
 # as the run, and only forward. The length that an extension is for is measured if they read three times as many.
 _MEASURED = 2
@@ -457,6 +458,7 @@ RULES: dict[str, Callable[[Case], Any]] = {
     "training.batch_size": _batch_size,
     "transfer.length": _transfer_length,
     "transfer.skip_to": _transfer_skip_to,
+    "transfer.repeat": lambda case: _REPEAT if case.transfers else case.recipe.transfer.repeat,
     "transfer.steps": _transfer_steps,
     # One window for each process: small steps are worth more than tokens.
     "transfer.batch_size": lambda case: case.facts.processes if case.transfers else case.recipe.transfer.batch_size,

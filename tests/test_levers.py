@@ -21,7 +21,7 @@ from transformers import (
 
 import hf_posenc
 from hf_posenc import NotPatchedError, OptionError
-from hf_posenc.recipes.data.collation import MixedLengths, PositionSkipping
+from hf_posenc.recipes.data.collation import MixedLengths, PositionSkipping, Repetition
 from hf_posenc.recipes.training import distillation
 from hf_posenc.recipes.training.callbacks import Annealing, Handover
 from hf_posenc.recipes.training.distillation import Distilling, Teacher, divergence, hidden_distance
@@ -151,6 +151,16 @@ def test_a_share_of_the_windows_skips_positions() -> None:
     is_whole = (some == torch.arange(8)).all(1)
     assert 70 <= int(is_whole.sum()) <= 130
     assert torch.equal(some[~is_whole], every[~is_whole])
+
+
+def test_a_share_of_the_windows_repeats_itself() -> None:
+    ids = tokens("llama", 200, 9)
+    batch = Repetition(0.4)([{"input_ids": row, "labels": row} for row in ids])
+    repeats = (batch["input_ids"][:, 4:8] == ids[:, :4]).all(1)
+    assert 50 <= int(repeats.sum()) <= 110
+    assert torch.equal(batch["input_ids"][~repeats], ids[~repeats])
+    assert torch.equal(batch["input_ids"][:, [0, 1, 2, 3, 8]], ids[:, [0, 1, 2, 3, 8]])
+    assert torch.equal(batch["labels"], batch["input_ids"])
 
 
 def test_a_share_of_long_windows_is_read_as_short_texts() -> None:

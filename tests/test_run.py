@@ -475,6 +475,10 @@ LENGTHS: dict[str, tuple[str, list[str], str]] = {
         *("llama-nope", ["length=64", "transfer={steps: 1, skip_to: 99999}"]),
         r"transfer\.skip_to is 99999; expected at most 128, the trained length",
     ),
+    "repeating in T5": (
+        *("t5-kerple", ["length=64", "transfer={steps: 1, repeat: 0.5}"]),
+        r"transfer\.repeat is 0\.5: it shows texts that go on how to copy, and t5 models",
+    ),
     "long windows, table": (
         *("gpt2", ["length=64", "lengthen={steps: 1, length: 512}"]),
         r"lengthen\.length is 512, and the model's own table has 128 positions",

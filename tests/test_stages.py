@@ -34,7 +34,7 @@ SMALL = (
     *("fit=null", "distillation={share: 1.0}", "training.length=64", "training.batch_size=2"),
     *("evaluation.contexts=[64]", "evaluation.windows=4", "saving.every=2"),
     # The layers are checked every fourth step of the transfer, so it is also saved before the first check.
-    *("transfer={steps: 20, length: 32, skip_to: 128}", "training.steps=4"),
+    *("transfer={steps: 20, length: 32, skip_to: 128, repeat: 0.4}", "training.steps=4"),
 )
 LONG = "lengthen={steps: 4, length: 128, batch_size: 1}"
 

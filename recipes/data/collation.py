@@ -70,6 +70,31 @@ class PositionSkipping:
         return torch.arange(tokens) + gap * (torch.arange(tokens) >= cut)
 
 
+class Repetition:
+    """Let the second half of a share of the windows repeat the first, so that they show what copying is.
+
+    Ordinary text seldom repeats itself, so attention learns little of it there. The seed draws the windows. `collate`
+    makes the batch; by default it stacks.
+    """
+
+    def __init__(self, share: float, *, seed: int = 0, collate: Collator = default_data_collator) -> None:
+        self.share, self.seed, self._collate = share, seed, collate
+
+    def __call__(self, examples: list[Any]) -> dict[str, Tensor]:
+        """Return the batch; labels follow the tokens."""
+        batch = self._collate(examples)
+        # Another seed than that of skipped positions, which draw from the same tokens.
+        draws = torch.cat(
+            [torch.rand(1, generator=content_generator(row, self.seed + 1)) for row in batch["input_ids"]]
+        )
+        repeats, half = draws < self.share, batch["input_ids"].shape[1] // 2
+        for name in ("input_ids", "labels"):
+            if name in batch:
+                batch[name] = batch[name].clone()
+                batch[name][repeats, half : 2 * half] = batch[name][repeats, :half]
+        return batch
+
+
 class MixedLengths:
     """Let a share of long windows be read as texts of at most `length` tokens, or a causal model unlearns short texts.
 

@@ -228,6 +228,11 @@ def lengths(recipe: Recipe, config: Any) -> tuple[int, int]:
             f"transfer.skip_to is {skipped}; expected at most {own}, the trained length of {recipe.model}: the "
             "original reads the same positions, and knows none beyond."
         )
+    if auto_class(config) is not AutoModelForCausalLM and recipe.transfer.repeat:
+        raise RecipeError(
+            f"transfer.repeat is {recipe.transfer.repeat}: it shows texts that go on how to copy, and "
+            f"{config.model_type} models restore corrupted windows. Leave it out."
+        )
     if auto_class(config) is not AutoModelForCausalLM and recipe.lengthen.short not in (0, type(recipe.lengthen).short):
         raise RecipeError(
             f"lengthen.short is {recipe.lengthen.short}: it reads a window as several texts, which {config.model_type} "

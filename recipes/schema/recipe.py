@@ -177,6 +177,7 @@ class Transfer(Section):
         length: Tokens per window; null is that of the training.
         skip_to: Text length whose positions half of the windows show by skipping some; at most the trained length,
             since the original reads the same positions; null is off.
+        repeat: Share of the windows of a causal model whose second half repeats the first: they teach copying.
         batch_size: Windows per optimizer step; null is that of the training.
         micro_batch_size: Windows per forward of one process; null is that of the training, or its share of the batch.
         projections: Whether to train the whole attention; false trains the scheme alone.
@@ -187,6 +188,7 @@ class Transfer(Section):
     steps: CountOrNone = 0
     length: Length | None = None
     skip_to: Count | None = None
+    repeat: Share = 0.0
     batch_size: Count | None = None
     micro_batch_size: Count | None = None
     projections: bool = True

@@ -13,6 +13,7 @@ from torch.utils.data import Subset
 from transformers import default_data_collator
 
 from hf_posenc.patches.atomic_files import published
+from hf_posenc.recipes.data.collation import Collator, Repetition
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.runs import files
 from hf_posenc.recipes.runs.stages.base import Case, Context, Work
@@ -42,6 +43,11 @@ class Transfer(Trained):
 
     def windows(self, case: Case) -> Any:
         return set_aside(super().windows(case), self.settings)[1]
+
+    def collate(self, case: Case) -> Collator | None:
+        found, share = super().collate(case), self.recipe.transfer.repeat
+        # Positions are skipped in what is repeated, too.
+        return Repetition(share, seed=self.settings.seed, collate=found or default_data_collator) if share else found
 
     def check(self, case: Case, work: Work) -> None:
         AttentionTransfer(work.model, projections=self.recipe.moves_projections)
