@@ -113,6 +113,8 @@ class PosencDynamicLayer(_TokenState, DynamicLayer):
         return full
 
     def reset(self) -> None:
+        # Before 5.20, transformers fills what the layer holds with zeros, and counts it all the same.
+        self.keys, self.values, self.is_initialized = None, None, False
         super().reset()
         self.token_state, self.recent_state = {}, {}
 

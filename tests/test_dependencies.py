@@ -110,6 +110,20 @@ def test_dependencies_are_those_that_are_looked_for() -> None:
     assert re.search(r'^hf-posenc = "hf_posenc.__main__:main"$', text, re.MULTILINE)
 
 
+def test_ci_runs_on_the_ends_of_the_declared_ranges() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    lowest, newest = (
+        dict(re.findall(r"^(\w+)==(.+)$", (ROOT / ".ci" / f"{end}.txt").read_text(encoding="utf-8"), re.MULTILINE))
+        for end in ("lowest", "newest")
+    )
+    for name in LIBRARY - {"torch"}:  # an argument of .ci/ends
+        declared = re.search(rf'^    "{name}>=([\d.]+),<(\d+)\.(\d+)",$', text, re.MULTILINE)
+        assert declared, name
+        first, major, beyond = declared.groups()
+        assert lowest[name] == first + ".0" * (2 - first.count(".")), name
+        assert newest[name].startswith(f"{major}.{int(beyond) - 1}."), name
+
+
 class Absent:
     """A finder that refuses one package."""
 

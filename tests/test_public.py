@@ -291,7 +291,7 @@ def test_canary_transformers() -> None:
             f"input_ids attention_mask position_ids {CACHE} inputs_embeds use_cache",
         ),
         (modeling_llama.apply_rotary_pos_emb, "q k cos sin unsqueeze_dim"),
-        (modeling_llama.LlamaRotaryEmbedding.compute_default_rope_parameters, "config kwargs"),
+        (modeling_llama.LlamaRotaryEmbedding.compute_default_rope_parameters, "config"),
         (
             modeling_gpt2.GPT2Attention.forward,
             f"hidden_states {CACHE} attention_mask encoder_hidden_states encoder_attention_mask "
