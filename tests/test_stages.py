@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,10 @@ from hf_posenc.cli import app
 from hf_posenc.errors import OptionError, RecipeError
 from hf_posenc.recipes import layout, memory
 from hf_posenc.recipes.goals import read_recipe
-from hf_posenc.recipes.runs import run
+from hf_posenc.recipes.runs import hybrids, run
 from hf_posenc.recipes.runs.stages import trained, training
 from hf_posenc.recipes.schema.recipe import Recipe, Training
-from hf_posenc.recipes.training.layers import layer_costs
+from hf_posenc.recipes.training.layers import LayerCost, LayerCosts, layer_costs
 from hf_posenc.recipes.training.rates import rates, with_rates
 from hf_posenc.recipes.training.transfer import AttentionTransfer, transfer
 
@@ -176,7 +178,7 @@ def test_the_cost_of_each_layer_alone(scheme: str) -> None:
     # By hand, for one layer: the same transfer, and the other layers as they were.
     torch.manual_seed(0)
     whole = hf_posenc.patch(stock("llama").eval(), scheme)
-    transfer(whole, ids, projections=True, steps=6, batch_size=3)
+    transfer(whole, ids[:-3], projections=True, steps=6, batch_size=3)
     alone = hf_posenc.patch(stock("llama").eval(), scheme, layers=[1])
     trained, here = whole.state_dict(), alone.state_dict()
     mine = [name for name in here if ".layers.1.self_attn." in name or "hf_posenc" in name]
@@ -184,6 +186,7 @@ def test_the_cost_of_each_layer_alone(scheme: str) -> None:
     with torch.no_grad():
         losses = [one(input_ids=ids[-3:], labels=ids[-3:]).loss.item() for one in (alone, model)]
     assert found.layers[1].cost == pytest.approx(losses[0] - losses[1], abs=1e-5)
+    assert found.layers[1].distance is not None
     dearest = max(found.layers, key=lambda each: each.cost).layer
     [kept] = found.cheapest(1).values()
     assert kept == [layer for layer in range(model.config.num_hidden_layers) if layer != dearest]
@@ -196,12 +199,105 @@ def test_the_cost_of_the_layers_of_two_stacks() -> None:
     assert [each.stack for each in found.layers] == ["encoder", "encoder", "decoder", "decoder"]
 
 
+def test_the_price_of_a_layer_counts_perplexity_and_copying() -> None:
+    """The layer that carries the copying costs no more perplexity than another, and is spared first."""
+    lost = [(0.09, 0.01), (0.08, 0.59), (0.10, 0.61), (0.01, 0.55)]
+    costs = LayerCosts(
+        "nope",
+        3.0,
+        {"copy": 0.6},
+        tuple(LayerCost(stack="decoder", layer=i, cost=c, abilities={"copy": a}) for i, (c, a) in enumerate(lost)),
+    )
+    assert [each.layer for each in costs.carrying("copy")] == [0]
+    # A gain of copying, which is chance, does not make up for perplexity.
+    assert costs.price(costs.layers[2]) == pytest.approx(math.expm1(0.10))
+    assert costs.price(costs.layers[0]) == pytest.approx(math.expm1(0.09) + 1 - 1 / 60)
+    assert [costs.cheapest(spared)["decoder"] for spared in (1, 2, 3)] == [[1, 2, 3], [1, 3], [3]]
+    # Where the original copies nothing, perplexity alone decides.
+    assert replace(costs, abilities={}).cheapest(1)["decoder"] == [0, 1, 3]
+
+
+def test_hybrids_are_measured_as_they_would_be_converted() -> None:
+    """All layers of a hybrid together have the weights of the transfer."""
+    model, ids = stock("llama").eval(), tokens("llama", 12, 33)
+    found = layer_costs(model, "kerple", ids, native=0.5, steps=2, batch_size=1, spared=[0, 1])
+    whole = stock("llama").eval()
+    torch.manual_seed(0)
+    hf_posenc.patch(whole, "kerple", native=0.5)
+    transfer(whole, ids[:-3], projections=True, steps=2, batch_size=1)
+    with torch.no_grad():
+        losses = [one(input_ids=ids[-3:], labels=ids[-3:]).loss.item() for one in (whole, model)]
+    assert found.hybrids[0].cost == pytest.approx(losses[0] - losses[1], abs=1e-5)
+    assert found.hybrids.keys() == {0, 1}
+    assert found.loss == pytest.approx(losses[1], abs=1e-5)
+    with pytest.raises(OptionError, match=r"native='keep'.*none costs anything"):
+        layer_costs(model, "kerple", ids, native="keep")
+
+
+def test_the_cheapest_layers_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, measure = [], hybrids.layer_costs
+
+    def counted(*given: Any, **named: Any) -> LayerCosts:
+        calls.append(named["native"])
+        return measure(*given, steps=2, **named)
+
+    monkeypatch.setattr(hybrids, "layer_costs", counted)
+    asked, out = recipe_of("layers=auto:1", "native=0.5", "transfer={steps: 2}"), tmp_path / "out"
+    stop_after(monkeypatch, 1)
+    with pytest.raises(Stop):
+        run.train(asked, out)
+    chosen = read_recipe(out / layout.RECIPE).conversion.layers
+    kept = json.loads((out / layout.RUN).read_text(encoding="utf-8"))["measured_layers"]
+    assert (kept["asked"], kept["layers"]) == ("auto:1", chosen)
+    prices = LayerCosts(**kept["costs"] | {"layers": tuple(LayerCost(**each) for each in kept["costs"]["layers"])})
+    assert prices.cheapest(3)["decoder"] == chosen
+    outcome = run.train(asked, out)
+    assert calls == [0.5]
+    again = run.train(replace(asked, conversion=replace(asked.conversion, layers=chosen)), tmp_path / "given")
+    expected, found = weights(again.model), weights(outcome.model)
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    assert run.train(asked, out).already
+    with pytest.raises(RecipeError, match=r"conversion\.layers was"):
+        run.train(recipe_of("layers=auto:2", "native=0.5", "transfer={steps: 2}"), out)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "words"),
+    [
+        ("llama", ["scheme=kerple", "layers=auto:4"], "the model has 4 layers"),
+        ("llama", ["scheme=kerple", "layers=auto:2", "native=keep", "transfer.steps=0"], "native: keep"),
+        ("llama", ["scheme=sinusoidal", "layers=auto:2", "transfer.steps=0"], "on the inputs"),
+        ("t5", ["scheme=kerple", "layers=auto:1", "transfer.steps=0"], "t5 models are none"),
+    ],
+)
+def test_layers_that_cannot_be_measured_are_refused_before(
+    architecture: str, changes: list[str], words: str, tmp_path: Path
+) -> None:
+    recipe = read_recipe("swap", [*changes, f"model={DIRECTORIES[architecture]}", f"data.source={text_file()}"])
+    with pytest.raises(RecipeError, match=rf"conversion.layers is 'auto:.*{words}.*every:N"):
+        run.train(recipe, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_says_that_layers_will_be_measured() -> None:
+    few = ["training.length=64", "evaluation.windows=2", "training.steps=1"]
+    done = CliRunner().invoke(app, ["train", "swap", "scheme=kerple", "layers=auto:2", *few, "--dry-run"])
+    assert done.exit_code == 0, done.output
+    assert "2 decoder layers" in done.stdout
+    assert "the 2 that cost least, measured before the run" in done.stdout
+    assert re.search(r"\(layers \d+ \w+, ", done.stdout)
+
+
 def test_layers_on_the_command_line() -> None:
     runner = CliRunner()
     few = ["layers", "tiny-llama", "kerple", "--steps", "1", "--length", "32"]
     done = runner.invoke(app, [*few, "--json"])
     assert done.exit_code == 0, done.output
     assert [row["layer"] for row in json.loads(done.stdout)["layers"]] == [0, 1, 2, 3]
+    done = runner.invoke(app, ["layers", "tiny-llama", "nope", "--steps", "0", "--length", "32", "--spare", "2"])
+    assert done.exit_code == 0, done.output
+    assert re.search(r"Without the 2 most expensive layers, untrained: perplexity [+]\d+%", done.stdout)
+    assert re.search(r"--layers \d,\d$", done.stdout, re.M)
     for arguments, words in (
         ([*few, "--spare", "9"], "4 layers"),
         (["layers", "tiny-llama", "learned"], "on the inputs"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -53,13 +54,15 @@ Keys = Annotated[
 def _selection(native: str, layers: str | None, stacks: str | None) -> dict[str, Any]:
     """Return the keywords of `patch` besides options of the scheme."""
     return {
-        "native": native if native in ("remove", "keep", "fast") else _share(native),
+        "native": _native(native),
         "layers": layers,
         "stacks": None if stacks is None else list(words("--stacks", stacks, str)),
     }
 
 
-def _share(native: str) -> float:
+def _native(native: str) -> Any:
+    if native in ("remove", "keep", "fast"):
+        return native
     try:
         return float(native)
     except ValueError:
@@ -114,14 +117,15 @@ def layers(
     model: Model,
     scheme: SchemeName,
     keys: Keys = None,
+    native: NativeOption = "remove",
     option: Options = None,
     text: Annotated[str | None, Option(metavar="FILE", help='A text file, jsonl or parquet; or "builtin".')] = None,
-    steps: Annotated[int, Option(min=1, help="Steps of the attention transfer of all layers.")] = 60,
-    length: Annotated[int | None, Option(min=2, help="Tokens per window, by default 512 or fewer.")] = None,
+    steps: Annotated[int, Option(min=0, help="Steps of the attention transfer of all layers; 0 is none.")] = 60,
+    length: Annotated[int | None, Option(min=2, help="Tokens per window, by default 256 or fewer.")] = None,
     spare: Annotated[int | None, Option(min=0, help="Layers to leave as they are; default: a quarter.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what it costs to convert each layer alone, and name the cheapest hybrid."""
+    """Measure what it costs to convert each layer alone, in perplexity and copying, and name the cheapest hybrid."""
     import torch
     from rich.console import Console
     from rich.progress import Progress
@@ -131,37 +135,41 @@ def layers(
     from hf_posenc.recipes.data.collation import corruptor
     from hf_posenc.recipes.evaluation.text import read_text, token_ids
     from hf_posenc.recipes.loading import load, trained_length
-    from hf_posenc.recipes.processes import processes
+    from hf_posenc.recipes.processes import bfloat16_pays, processes
+    from hf_posenc.recipes.runs import hybrids
     from hf_posenc.recipes.runs.request import text_for
-    from hf_posenc.recipes.training.layers import layer_costs
+    from hf_posenc.recipes.training.layers import layer_costs, windows_for
 
     quiet()
     options, text = scheme_options(scheme, keys, option), text_for(model, text=text)
     loaded, tokenizer = load(model, dtype=torch.float32)
     loaded.to(processes().device)
-    size = length or min(512, trained_length(loaded.config) or 512)
-    batch = max(1, 2048 // size)
-    ids = token_ids(read_text(text), tokenizer, most=size * batch * (steps + 1))
-    windows = ids[: len(ids) // size * size].view(-1, size)
+    windows = windows_for(token_ids(read_text(text), tokenizer), length, trained=trained_length(loaded.config))
     if len(windows) < 2:
         raise OptionError(
-            f"--text {text} has {len(ids):,} tokens; expected two windows of {size:,} or more. Give more text, or a "
-            "smaller --length."
+            f"--text {text} has fewer than two windows of {windows.shape[1]:,} tokens. Give more text, or a smaller "
+            "--length."
         )
     count = sum(len(of_model(loaded).attentions(body)) for body in of_model(loaded).stacks(loaded).values())
     if spare is not None and spare >= count:
         raise OptionError(f"--spare is {spare}, and the model has {count} layers. Give a number from 0 to {count - 1}.")
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+    spared = count // 4 if spare is None else spare
+    console, is_wide = Console(stderr=True), bfloat16_pays(loaded.config.get_text_config().hidden_size)
+    with (
+        torch.autocast(processes().device.type, torch.bfloat16, enabled=is_wide),
+        Progress(console=console, disable=not console.is_terminal, transient=True) as bar,
+    ):
         task = bar.add_task("steps and layers", total=steps + count)
         found = layer_costs(
             loaded,
             scheme,
             windows,
+            native=_native(native),
             options=options,
             hides=corruptor(loaded.config, tokenizer),
+            special=tokenizer.all_special_ids,
+            spared=[spared],
             steps=steps,
-            batch_size=batch,
             progress=lambda done: bar.update(task, completed=done),
             tell=lambda seconds: console.print(
                 f"time: {durations.words(seconds)} for {steps} steps and {count} layers", highlight=False
@@ -170,16 +178,31 @@ def layers(
     if as_json:
         print_json(dataclasses.asdict(found))
         return
-    rows = [(each.stack, str(each.layer), f"{each.distance:.3f}", f"{each.cost:+.4f}") for each in found.layers]
-    print_table(("stack", "layer", "distance", "cost (nats per token)"), rows)
-    spared = count // 4 if spare is None else spare
-    if spared:
-        cheapest = found.cheapest(spared)
-        typer.echo(f"\nWithout the {spared} most expensive:\n")
-        for stack, picked in cheapest.items():
-            which = f"--stacks {stack} " * (len(cheapest) > 1)
-            if picked:
-                typer.echo(f"    {which}--layers {','.join(map(str, picked))}")
+    headers = (
+        "stack",
+        "layer",
+        "distance",
+        "perplexity (%)",
+        *(f"{name} (%)" for name in found.abilities),
+        "price (%)",
+    )
+    rows = [
+        (
+            each.stack,
+            str(each.layer),
+            "" if each.distance is None else f"{each.distance:.3f}",
+            f"{100 * math.expm1(each.cost):+.1f}",
+            *(f"{100 * each.abilities[name]:.0f}" for name in found.abilities),
+            f"{100 * found.price(each):.1f}",
+        )
+        for each in found.layers
+    ]
+    print_table(headers, rows)
+    typer.echo("\n" + "\n".join(hybrids.sentences(found, spared)))
+    for stack, picked in found.cheapest(spared).items():
+        if picked and spared:
+            which = f"--stacks {stack} " * (len(found.cheapest(spared)) > 1)
+            typer.echo(f"\n    {which}--layers {','.join(map(str, picked))}")
 
 
 @app.command()

@@ -32,7 +32,7 @@ from hf_posenc.recipes.layout import MEASUREMENTS, MODEL, RECIPE
 from hf_posenc.recipes.loading import auto_class, load
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.reports import Table, counted, render, versions
-from hf_posenc.recipes.runs import run
+from hf_posenc.recipes.runs import hybrids, run
 from hf_posenc.recipes.runs.files import check_writable, record_of, take
 from hf_posenc.recipes.runs.forecast import seconds_for
 from hf_posenc.recipes.runs.measurements import Measurements
@@ -315,7 +315,7 @@ def _starts(recipes: Mapping[str, Recipe], config: Any, runs: Path) -> Table:
     header = ["", "new parameters", "more cache (bytes per token)", "at the start (times)", "start"]
     rows = []
     for name, recipe in recipes.items():
-        conversion, added = recipe.conversion, ["-", "-"]
+        conversion, added = hybrids.stand_in(recipe, config).conversion, ["-", "-"]
         if conversion.scheme is not None:
             # At the end of training, a handover is over.
             ended = replace(conversion, native="remove") if conversion.native == "handover" else conversion

@@ -96,7 +96,7 @@ def _more(facts: Facts) -> str:
             )
     return (
         "It had as many tokens as were ever measured, so rather convert fewer layers: `hf-posenc layers` says which "
-        "cost most."
+        "cost most, and conversion.layers=auto:K takes the K cheapest."
     )
 
 

@@ -227,6 +227,10 @@ def rows(facts: Facts) -> Iterator[tuple[str, str]]:
     as_it_is = f"{came_with}, trained on as the model has it" if came_with else "none (the model's own encoding)"
     converted = " and ".join(counted(count, f"{name} layer") for name, count in facts.layers.items())
     yield "scheme", (facts.encoding or as_it_is) + f" on {converted}" * bool(converted)
+    if recipe.conversion.layers is not None:
+        count, chosen = recipe.conversion.measured_layers, recipe.conversion.layers
+        known = chosen if isinstance(chosen, str) else ", ".join(map(str, chosen))
+        yield "layers", known if count is None else f"the {count} that cost least, measured before the run"
     options = {name: _listed(given, "{}={!r}") for name, given in facts.options.items()}
     if len(set(options.values())) == 1:
         # One line is enough if all stacks have the same options.

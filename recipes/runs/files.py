@@ -30,9 +30,10 @@ from hf_posenc.recipes.layout import CHECKPOINTS, MEASUREMENTS, MODEL, RECIPE, R
 LOCK = f"{CHECKPOINTS}/.lock"
 # Result of the attention transfer, in its folder of checkpoints.
 TRANSFERRED = "transferred.safetensors"
-# Keys of the recipe, of the verdicts of the fit and the transfer, of the micro batches, and of the fingerprints of the
-# text and of the models in run.json.
-KEPT, FIT, TRANSFER, MICRO, TEXT, BASE = "recipe", "fit", "transfer", "micro_batch_sizes", "text", "base"
+# Keys of the recipe, of the verdicts of the fit and the transfer, of the micro batches, of layers that were measured,
+# and of the fingerprints of the text and of the models in run.json.
+KEPT, FIT, TRANSFER, MICRO, LAYERS = "recipe", "fit", "transfer", "micro_batch_sizes", "measured_layers"
+TEXT, BASE = "text", "base"
 
 # Last file written into a checkpoint; it holds sizes and checksums of the others.
 MARKER = "complete.json"
@@ -60,6 +61,14 @@ class Fitted(TypedDict):
 
 
 @with_config(ConfigDict(extra="allow"))
+class Measured(TypedDict):
+    """Layers that a recipe asked for, such as "auto:7", and what they were found to be."""
+
+    asked: str
+    layers: list[int]
+
+
+@with_config(ConfigDict(extra="allow"))
 class Record(TypedDict, total=False):
     """What is read of run.json."""
 
@@ -68,6 +77,7 @@ class Record(TypedDict, total=False):
     recipe: dict[str, Any]
     fit: Fitted | None
     transfer: Fitted | None
+    measured_layers: Measured
     micro_batch_sizes: dict[str, Micro]
     text: str
     base: dict[str, dict[str, Any]]

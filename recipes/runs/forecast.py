@@ -20,7 +20,7 @@ from hf_posenc.recipes import durations, loading
 from hf_posenc.recipes.data.windows import Prepared
 from hf_posenc.recipes.memory import available, micro_batches, need
 from hf_posenc.recipes.processes import enough_threads, processes
-from hf_posenc.recipes.runs import stages
+from hf_posenc.recipes.runs import hybrids, stages
 from hf_posenc.recipes.runs.facts import Facts
 from hf_posenc.recipes.runs.stages.adapt import Adapt
 from hf_posenc.recipes.runs.stages.base import Case, Work
@@ -40,7 +40,7 @@ def forecast(case: Case, command: str = "") -> tuple[Facts, dict[str, int | None
         RecipeError: The recipe, or its text, does not suit the model.
         PosencError: The conversion fails, as in `patch`.
     """
-    recipe, planned = case.recipe, None
+    recipe, planned = hybrids.stand_in(case.recipe, case.config), None
     with torch.device("meta"):
         model = loading.language_class(recipe.model, case.config).from_config(case.config)
     if recipe.conversion.scheme is not None:
@@ -53,7 +53,7 @@ def forecast(case: Case, command: str = "") -> tuple[Facts, dict[str, int | None
     others = (stage for stage in trained if stage.section != "training")
     facts = Facts.of(
         work.model,
-        recipe,
+        case.recipe,
         planned,
         trained_length=case.own_length,
         data_tokens=case.text(recipe.training).tokens,
@@ -121,13 +121,15 @@ def seconds_for(recipe: Recipe, texts: Mapping[int, Prepared]) -> dict[str, floa
     with loading.seeded(0), device:
         model = kind.from_config(case.config).eval()
     work = Work(model.to(torch.float32) if recipe.adapter.kind == "none" else model)
+    choosing = {"layers": seconds} if (seconds := hybrids.seconds(case, model)) else {}
+    recipe = hybrids.stand_in(recipe, case.config)
     # A teacher that the recipe names takes about as long.
     recipe = replace(recipe, distillation=replace(recipe.distillation, teacher=None))
     Convert(recipe).convert(work)
     Adapt(recipe).adapt(work)
     recipe = sized(recipe, forecast(case)[1])
     with enough_threads(work.model, divide_batch(recipe.training, 1)[0] * case.length):
-        return seconds_of(case, stages.training(recipe), work)
+        return choosing | seconds_of(case, stages.training(recipe), work)
 
 
 def _between(stage: Trained) -> int:

@@ -30,7 +30,7 @@ from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.layout import CHECKPOINTS, MODEL, RECIPE, RUN
 from hf_posenc.recipes.loading import is_masked, load
 from hf_posenc.recipes.processes import enough_threads, processes
-from hf_posenc.recipes.runs import files, report, stages
+from hf_posenc.recipes.runs import files, hybrids, report, stages
 from hf_posenc.recipes.runs.advice import control_of, is_comparable, judge
 from hf_posenc.recipes.runs.facts import Facts, print_header
 from hf_posenc.recipes.runs.files import has_begun, record_of
@@ -79,6 +79,7 @@ def train(recipe: Recipe, folder: str | Path, *, console: Console | None = None,
         PosencError: The conversion failed, as in `patch`.
     """
     recipe, folder, together = _located(recipe.checked()), Path(folder), processes()
+    recipe = hybrids.known(recipe, folder)
     is_main = together.is_main_process
     if not is_main:
         console = None
@@ -139,6 +140,11 @@ def _run(
 ) -> Outcome:
     """Do what is left of a run: check all of its stages, run them one after the other, and write what came out."""
     record, case, together = record_of(folder), Case.of(recipe), processes()
+    chosen: Mapping[str, Any] = {}
+    if recipe.conversion.measured_layers is not None:
+        forecast(case)  # What cannot run is refused before anything is measured.
+        recipe, chosen = hybrids.measured(case, console)
+        case = replace(case, recipe=recipe, given=case.texts)
     facts, micro = forecast(case, command or record.get("command", ""))
     context = Context(case, folder, measurements, console)
     if context.checkpoint is not None:
@@ -158,7 +164,7 @@ def _run(
             work.teacher = teacher_of(work.model, recipe)
         given = _given(context, work)
         _check_given(context, record, given)
-        _claim(context, lock, facts, {**given, files.MICRO: {**record.get(files.MICRO, {}), _here(): micro}})
+        _claim(context, lock, facts, {**given, **chosen, files.MICRO: {**record.get(files.MICRO, {}), _here(): micro}})
         if console is not None:
             print_header(console, facts)
             for note in case.suite.notes:
