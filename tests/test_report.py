@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import inspect
 import math
 import re
 from pathlib import Path
@@ -19,6 +20,7 @@ from models import stock
 from test_display import FACTS, facts_with
 
 import hf_posenc
+from hf_posenc.cli import evaluate as evaluating
 from hf_posenc.cli import train as command
 from hf_posenc.recipes import layout
 from hf_posenc.recipes.evaluation import verdict
@@ -32,6 +34,8 @@ from hf_posenc.recipes.runs.advice import judge
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.runs.progress import Pace
 from hf_posenc.recipes.runs.report import Results
+from hf_posenc.recipes.runs.request import Request
+from hf_posenc.recipes.training import layers
 
 PACE = Pace(0.25, 8192.0, 300 * 2**20, 199)
 LOG = [{"step": 1, "loss": 4.5, "learning_rate": 1e-3}, {"step": 200, "loss": 2.25}, {"step": 200, "train_loss": 3.0}]
@@ -244,8 +248,26 @@ def test_a_model_that_copies_or_recalls_less_is_never_as_good(
     assert judge(found, FACTS, control).grade != "worse"
 
 
+def test_what_is_copied_is_compared_where_the_other_model_copies() -> None:
+    """Of a weak model only short sequences tell; of a model that was measured by perplexity alone, nothing does."""
+    found = two_models(2.0, 2.0)
+    for key, kept in ((ORIGINAL, 0.8), (200, 0.1)):
+        able(found, "copy", key, kept)
+        own = found.results(key)["copy"]
+        far = torch.full_like(own.samples, math.nan)
+        longer = Grid(own.quantity, {"tokens read": (32, 128)}, torch.cat([own.samples, far]))
+        found.record(key, found.results(key) | {"copy": longer})
+    assert judge(found, FACTS).grade == "worse"
+    assert "But it copies" in str(judge(found, FACTS))
+    assert "which were not measured" in str(judge(two_models(2.0, 2.0), FACTS))
+    assert "which were not measured" not in str(judge(found, FACTS))
+
+
 def test_a_verdict_needs_32_windows_or_says_so() -> None:
-    assert read_recipe("swap", ["scheme=fire"]).evaluation.windows == verdict.LEAST == 32
+    assert read_recipe("swap", ["scheme=fire"]).evaluation.windows == Request(()).samples == verdict.LEAST == 32
+    assert inspect.signature(evaluating.evaluate).parameters["samples"].default == verdict.LEAST
+    assert inspect.signature(evaluating.compare).parameters["samples"].default == verdict.LEAST
+    assert layers.WINDOWS == verdict.LEAST
     few, many = (str(judge(two_models(2.0, 1.9, count=count), FACTS)) for count in (4, 32))
     assert "as far as 4 windows can tell" in few
     assert "windows can tell" not in many

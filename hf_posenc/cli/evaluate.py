@@ -42,7 +42,7 @@ def evaluate(
     trained_length: Annotated[
         int | None, Option(min=1, help="Tokens per window in training. Default: from the config.")
     ] = None,
-    samples: Annotated[int, Option(min=1, help="Windows, keys, sequences or examples of each kind.")] = 16,
+    samples: Annotated[int, Option(min=1, help="Windows, keys, sequences or examples of each kind.")] = 32,
     batch_size: Annotated[int, Option(min=1, help="Windows or examples per forward.")] = 8,
     seed: Annotated[int, Option(min=0, max=2**32 - 1, help="Random seed of all samples.")] = 0,
     as_json: AsJson = False,

@@ -4,8 +4,9 @@
 2. The model is better or worse if the 95 % interval of the ratio of perplexities excludes 1, and as good otherwise. If
    the interval goes beyond `HOLDS`, or there are fewer than `LEAST` windows, that is said to be all that they can tell.
 3. It is bad if its perplexity is above `HOLDS` times the other's, or no number.
-4. Whatever its perplexity, it is worse if it copies or recalls less where the other is above guessing: if the 95 %
-   interval of the difference, paired by sequence, lies below 0. It is bad if it keeps less than `KEEPS` of that.
+4. Whatever its perplexity, it is worse if it copies or recalls less, at the length nearest the trained length at which
+   the other is above guessing: if the 95 % interval of the difference, paired by sequence, lies below 0. It is bad if
+   it keeps less than `KEEPS` of that. If none of this was measured, that is said.
 5. If it is worse at the shortest length and not at the trained one, it says so: a config may state more than a model
    was trained on, and there the other is no measure.
 """
@@ -86,7 +87,7 @@ def judge(own: Results, rival: Results, trained_length: int, *, name: str, other
     sentences = (
         f"{first[0].upper()}{first[1:]}.",
         *_shorter(after, before, length),
-        *_kept(abilities, other),
+        *_kept(abilities, other, grade),
         *_longer(after, before, other, length),
     )
     return Verdict(grade, is_bad, sentences, loses=loses)
@@ -99,7 +100,7 @@ def nearest(contexts: Iterable[int], length: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Ability:
-    """Tokens that two models copy or recall of random ones, at the measured length nearest the trained length."""
+    """Random tokens that two models copy or recall, at the telling length nearest the trained length."""
 
     verb: str
     own: Grid
@@ -109,7 +110,9 @@ class _Ability:
     @property
     def _samples(self) -> tuple[Tensor, Tensor]:
         """Samples of both. A model that guesses is measured at no longer text: what is missing is guessed, too."""
-        length, guess = nearest(self.rival.points, self.trained_length), self.rival.quantity.guess or 0.0
+        quantity, values = self.rival.quantity, self.rival.values
+        telling = [length for length in self.rival.points if quantity.shows(values(length))]
+        length, guess = nearest(telling or self.rival.points, self.trained_length), quantity.guess or 0.0
         return self.own.values(length).nan_to_num(guess), self.rival.values(length)
 
     @property
@@ -143,8 +146,10 @@ def _shorter(after: Grid, before: Grid, length: int) -> Iterator[str]:
         yield f"But at {shortest:,} tokens its {after.quantity.noun} is {RATIO.say(there)} of that one's."
 
 
-def _kept(abilities: list[_Ability], other: str) -> Iterator[str]:
+def _kept(abilities: list[_Ability], other: str, grade: Grade) -> Iterator[str]:
     """Yield the sentences on copying and recalling."""
+    if not abilities and grade != "worse":
+        yield "That says nothing of copying and recalling, which were not measured."
     yield from (each.sentence for each in abilities if each.is_known)
     if abilities and not any(each.is_known for each in abilities):
         yield f"{other[0].upper()}{other[1:]} does not copy or recall random tokens, so nothing can be said of that."

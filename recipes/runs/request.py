@@ -28,6 +28,7 @@ from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, contexts_
 from hf_posenc.recipes.evaluation.recall import AssociativeRecall, InductionCopy
 from hf_posenc.recipes.evaluation.report import Report
 from hf_posenc.recipes.evaluation.text import ordinary_tokens, read_text, token_ids
+from hf_posenc.recipes.evaluation.verdict import LEAST
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.layout import MODEL, RECIPE
 from hf_posenc.recipes.processes import processes
@@ -143,7 +144,7 @@ class Request:
     column: str = sources.TEXT
     contexts: tuple[int, ...] | None = None
     trained_length: int | None = None
-    samples: int = 16
+    samples: int = LEAST
     batch_size: int = 8
     seed: int = 0
 
