@@ -38,7 +38,7 @@ from torch import nn
 
 from hf_posenc.errors import CheckpointError, NotPatchedError, OptionError
 from hf_posenc.patches import adapter_files, composites, identity, locks, model_card, record, surgery
-from hf_posenc.patches.architecture import architectures, auto_name, config_pair, of_model
+from hf_posenc.patches.architecture import auto_name, config_pair, of_model, own_type
 from hf_posenc.patches.atomic_files import reading, saving
 from hf_posenc.patches.checkpoint import DAMAGED
 from hf_posenc.patches.context import Switch
@@ -467,10 +467,8 @@ def register_all() -> None:
             types[f"{_LOCK}_{kind.value}{ending}"] = PosencLoraConfig if kind == PeftType.LORA else OtherKind
     PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = PosencLoraModel
     tables = [table for name, table in vars(constants).items() if name.startswith("TRANSFORMERS_MODELS_TO_")]
-    for stock, twin in map(config_pair, architectures().values()):
-        for table in tables:
-            if stock.model_type in table:
-                table[twin.model_type] = table[stock.model_type]
+    for table in tables:
+        table |= {own_type(kind): targets for kind, targets in table.items()}
     if "posenc" not in CONFIG_KEYS_TO_CHECK[PeftType.LORA]:
         CONFIG_KEYS_TO_CHECK[PeftType.LORA] += ["posenc", "base_weights"]  # must agree before weights are swapped
     if not hasattr(PeftModel.save_pretrained, "__wrapped__"):

@@ -1,19 +1,24 @@
-"""The description of an architecture, the table of known ones, and their registration with the `Auto` classes."""
+"""The description of an architecture, the table of known ones, and their registration with the `Auto` classes.
+
+Most are read from the code of transformers when a model, a config or a checkpoint of theirs turns up, see `family`. So
+nothing is imported before it is needed.
+"""
 
 from __future__ import annotations
 
-import functools
 import importlib
 import math
 import pkgutil
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from types import MappingProxyType
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
@@ -36,7 +41,6 @@ class Architecture(ABC):
         twins: Each stock class of the family and its patched subclass: configs, models with any head, bodies, layers,
             attentions and whatever else changes behaviour.
         attention: The stock class of the attention modules that can be patched.
-        parts: Stock model classes that occur inside of others only, with a config of their own.
         other_stacks: Names of stacks that some models of the family lack, and whose schemes their config names all the
             same.
         native: The family's own encoding, in words.
@@ -48,12 +52,16 @@ class Architecture(ABC):
     name: ClassVar[str]
     twins: ClassVar[Mapping[type, type]]
     attention: ClassVar[type[nn.Module]]
-    parts: ClassVar[tuple[type, ...]] = ()
     other_stacks: ClassVar[tuple[str, ...]] = ()
     native: ClassVar[str]
     native_per_layer: ClassVar[bool] = True
     native_fades: ClassVar[bool] = False
     native_shares: ClassVar[bool] = False
+
+    @property
+    def parts(self) -> tuple[type, ...]:
+        """Stock model classes that occur inside of others only, with a config of their own."""
+        return ()
 
     @abstractmethod
     def stacks(self, model: nn.Module) -> dict[str, nn.Module]:
@@ -150,7 +158,7 @@ def outermost(module: nn.Module, kind: type) -> Iterator[Any]:
 
 def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
     """Return a parameter of a module, from where accelerate keeps it if it is offloaded."""
-    weight: Any = getattr(module, name)
+    weight: Any = module._parameters[name]  # what the module shows may be at part of its strength
     stored = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
     if weight.is_meta and stored is not None:
         weight = stored[name]
@@ -168,7 +176,21 @@ def embedding_rms(weight: Tensor) -> float | None:
     return math.sqrt(float(squares.sum()) / weight.numel())
 
 
-_ARCHITECTURES: dict[str, Architecture] = {}
+class _Known(dict[str, Architecture]):
+    """Architectures by their names; one that is asked for is read."""
+
+    def __missing__(self, name: str) -> Architecture:
+        try:
+            importlib.import_module(f"{_PACKAGE}.{name}")
+        except ModuleNotFoundError as error:
+            raise KeyError(name) from error
+        if name not in self:  # a module of ours that is no family
+            raise KeyError(name)
+        return self[name]
+
+
+_PACKAGE = "hf_posenc.patches"
+_ARCHITECTURES = _Known()
 
 
 def register_architecture(architecture: Architecture) -> Architecture:
@@ -195,25 +217,71 @@ def register_architecture(architecture: Architecture) -> Architecture:
     return architecture
 
 
-@functools.cache
-def _load_builtin() -> None:
-    # A file is all it takes, as for schemes. It has the name of the family in transformers, and no other file here has.
+def architectures() -> Mapping[str, Architecture]:
+    """Return those that have a file, plugins register, or were read; any other is read when it is looked up."""
+    # A file has the name of a family in transformers, and no other file here has.
     families = {family.name for family in pkgutil.iter_modules(transformers.models.__path__)}
-    package = importlib.import_module("hf_posenc.patches")
-    for module in pkgutil.iter_modules(package.__path__):
+    for module in pkgutil.iter_modules(importlib.import_module(_PACKAGE).__path__):
         if module.name in families:
-            importlib.import_module(f"hf_posenc.patches.{module.name}")
-    importlib.import_module("hf_posenc.patches.composites")
-
-
-def architectures() -> dict[str, Architecture]:
-    _load_builtin()
+            importlib.import_module(f"{_PACKAGE}.{module.name}")
     plugins.load_installed()
-    return dict(_ARCHITECTURES)
+    return MappingProxyType(_ARCHITECTURES)
 
 
-# Called once the `Auto` classes are there, see `hf_posenc._auto`: each architecture registers when it is loaded.
-register_all = architectures
+# -- names -------------------------------------------------------------------------------------------------------------
+
+_PREFIX = "hf_posenc_"
+
+
+class _Types(dict[str, Any]):
+    """The types that are registered with transformers' table of configs, and those of converted models, on demand."""
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name):
+            return True
+        is_ours = isinstance(name, str) and name.startswith(_PREFIX)
+        return is_ours and config_named(str(name).removeprefix(_PREFIX)) is not None
+
+    def __missing__(self, name: str) -> Any:
+        return config_pair(_ARCHITECTURES[name.removeprefix(_PREFIX)])[1]
+
+
+def own_type(model_type: str) -> str:
+    """Return the type of the converted models of a type."""
+    return _PREFIX + _name(model_type)
+
+
+def _name(model_type: str) -> str:
+    """Return the name of a family, which a module can have. The text part of a composite has the name of that."""
+    name = re.sub(r"\W", "_", model_type)
+    short = name.removesuffix("_text")
+    return short if short in CONFIG_MAPPING._mapping else name  # type: ignore[attr-defined]
+
+
+# Configs that no `Auto` class knows, by the name of their family, with the module of their models.
+_STRANGERS: dict[str, tuple[type, str]] = {}
+
+
+def config_named(name: str) -> tuple[type, str] | None:
+    """Return the config class of the family of a name, and its modeling module; `None` if there is none."""
+    types = {_name(kind): kind for kind in list(CONFIG_MAPPING) if not kind.startswith(_PREFIX)}
+    types |= {_name(kind): kind for kind in types.values() if kind.endswith("_text")}
+    if name not in types:
+        return _STRANGERS.get(name)
+    config: Any = CONFIG_MAPPING[types[name]]
+    path = config.__module__.replace("configuration_", "modeling_")
+    if not config.__module__.startswith("transformers."):
+        path = next((kind.__module__ for kind in auto_classes(config).values()), path)
+    return config, path
+
+
+def register_all() -> None:
+    """Make converted checkpoints known to the `Auto` classes, once these are there, see `hf_posenc._auto`."""
+    table: Any = CONFIG_MAPPING
+    if not isinstance(table._extra_content, _Types):
+        table._extra_content = _Types(table._extra_content)
+    importlib.import_module(f"{_PACKAGE}.composites")
+    plugins.load_installed()
 
 
 def config_pair(architecture: Architecture) -> tuple[Any, Any]:
@@ -241,12 +309,14 @@ def auto_name(config_class: type, head: str) -> str | None:
 def of_model(model: object) -> Architecture:
     """Return the architecture of a model, patched or not."""
     kind = _unsharded(type(model)) if isinstance(model, PreTrainedModel) else None
-    return _of(kind, f"a {type(model).__module__}.{type(model).__qualname__}")
+    config = type(cast(Any, model).config) if kind else None
+    return _of(kind, config, f"a {type(model).__module__}.{type(model).__qualname__}")
 
 
 def of_config(config: object) -> Architecture:
     """Return the architecture that a config belongs to. The errors are those of `of_model`."""
-    return _of(type(config), f"models of type {getattr(config, 'model_type', type(config).__name__)!r}")
+    kind = type(config)
+    return _of(kind, kind, f"models of type {getattr(config, 'model_type', kind.__name__)!r}")
 
 
 def _unsharded(kind: type) -> type:
@@ -255,11 +325,28 @@ def _unsharded(kind: type) -> type:
     return next(base for base in kind.__mro__ if not any(part.__module__.startswith(sharding) for part in base.__mro__))
 
 
-def _of(kind: type | None, what: str) -> Architecture:
-    for architecture in architectures().values():
+def _of(kind: type | None, config: type | None, what: str) -> Architecture:
+    plugins.load_installed()
+    for architecture in _ARCHITECTURES.values():
         if kind in architecture.twins or kind in architecture.twins.values():
             return architecture
-    raise ArchitectureError(
-        f"Cannot patch {what}. Supported: {', '.join(sorted(architectures()))}. A decoder of transformers may need one "
-        "line, hf_posenc.patches.family.add_family(name, globals()); see docs/own_architecture.md."
-    )
+    if kind is None or config is None or not issubclass(config, PreTrainedConfig) or config is PreTrainedConfig:
+        raise ArchitectureError(f"Cannot patch {what}: it is no model of transformers.")
+    name = _name(config.model_type)
+    if config_named(name) is None:
+        _STRANGERS[name] = config, kind.__module__
+    try:
+        architecture = _ARCHITECTURES[name]
+    except KeyError as error:
+        raise ArchitectureError(
+            f"Cannot patch {what}: its model_type {config.model_type!r} cannot be the name of a module. Give its "
+            "config another."
+        ) from error
+    except ArchitectureError as error:
+        raise ArchitectureError(f"Cannot patch {what}: {error}") from error
+    if kind not in architecture.twins:
+        raise ArchitectureError(
+            f"Cannot patch {what}: it is no class of {architecture.attention.__module__}, as its model_type "
+            f"{config.model_type!r} says. Use those classes, or give its config a type of its own."
+        )
+    return architecture

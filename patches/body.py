@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -25,10 +26,12 @@ from hf_posenc.patches.context import (
     Request,
     Switch,
     check_tensors,
+    is_this_thread,
     read,
     resolve_positions,
     same_sequence,
     sequences,
+    this_thread,
 )
 from hf_posenc.patches.surgery import SHARED
 from hf_posenc.scheme import Scheme
@@ -38,6 +41,8 @@ REAL = "posenc_real"
 # Keywords that stock modules hand on to attention functions, which read some of them.
 FUNCTION_ARGUMENTS = frozenset(inspect.signature(sdpa_attention_forward).parameters) - {"attention_mask", "is_causal"}
 FUNCTION_ARGUMENTS |= {"mask", "sliding_window", "softcap", "s_aux"}
+# The argument of stock forwards that takes embeddings; a few take token ids only.
+_EMBEDDED = "inputs_embeds"
 # The keyword under which callers pass coordinates.
 COORDS = "position_coords"
 
@@ -58,6 +63,8 @@ class PosencBody(Switch):
 
     # Names of the arguments of the stock forward, in order.
     posenc_arguments: ClassVar[tuple[str, ...]]
+    # Whether the stock forward tells the attention function that it is causal; else the attention modules say so.
+    posenc_causal: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -101,7 +108,26 @@ class PosencBody(Switch):
 
     def run(self, call: dict[str, Any]) -> Any:
         """Call the stock forward with the arguments that `prepare` returned."""
-        return super().forward(**call)  # type: ignore[misc]
+        context = call.get(CONTEXT)
+        if context is None or _EMBEDDED in self.posenc_arguments or not self.embedders():
+            return super().forward(**call)  # type: ignore[misc]
+
+        thread = this_thread()
+
+        def embed(inputs: Tensor) -> Tensor:
+            # Other threads run the same module, with hooks of their own.
+            return self.embedded(inputs, context) if is_this_thread(thread) else inputs
+
+        handle = self.hook_embeddings(embed)
+        try:
+            return super().forward(**call)  # type: ignore[misc]
+        finally:
+            handle.remove()
+
+    def hook_embeddings(self, embed: Callable[[Tensor], Tensor]) -> RemovableHandle:
+        """Let a function act on the embeddings where the forward takes none."""
+        inner: nn.Module = self.get_input_embeddings()
+        return inner.register_forward_hook(lambda module, args, output: embed(output))
 
     def prepare(self, call: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of the stock forward, with positions, embedded inputs and the context in them."""
@@ -120,7 +146,7 @@ class PosencBody(Switch):
         if request.may_be_packed():
             inputs = self.keep_apart(call, request, inputs)
         context = self.context(call, inputs)
-        if self.embedders():
+        if self.embedders() and _EMBEDDED in self.posenc_arguments:
             if embeds is None:
                 embeds = self.get_input_embeddings()(call.pop("input_ids"))
             call["inputs_embeds"] = self.embedded(embeds, context)
@@ -182,7 +208,7 @@ class PosencBody(Switch):
 
     def is_causal_stack(self) -> bool:
         attention = next(module for module in self.modules() if hasattr(module, "is_causal"))
-        return bool(attention.is_causal)
+        return self.posenc_causal or bool(attention.is_causal)
 
     def given_positions(self, call: dict[str, Any]) -> Tensor | None:
         return call.get("position_ids")

@@ -20,12 +20,9 @@ from hf_posenc.patches.attention import CONTEXT, LayerCall, PosencAttention
 from hf_posenc.patches.body import COORDS, PosencBody, tokens_in
 from hf_posenc.patches.cache import cache_of, self_attention
 from hf_posenc.patches.context import Context, Native, read, refuse_samples, resolve_positions, same_sequence, sequences
-from hf_posenc.patches.family import Family, classes_of, register_family
+from hf_posenc.patches.family import Code, Family, built_by, names_of
 from hf_posenc.patches.surgery import is_patched
 from hf_posenc.schemes.families.additive import Buckets
-
-# End of the name of the head that generates.
-_HEAD = "ForConditionalGeneration"
 
 
 class BucketAttention(PosencAttention):
@@ -130,6 +127,32 @@ class BucketFamily(Family):
     attending = BucketAttention
     acting = BucketBody
 
+    @classmethod
+    def fits(cls, code: Code) -> bool:
+        return code.body.__name__.endswith("Stack")
+
+    @classmethod
+    def read(cls, code: Code) -> Code:
+        """Return the classes of a family with the attention that makes the biases; others are around it."""
+        inside = [kind for kind in built_by(code.layer) if "relative_attention_bias" in names_of(kind)]
+        if len(inside) != 1:
+            found = ", ".join(kind.__name__ for kind in inside) or "none"
+            raise ArchitectureError(
+                f"{code.layer.__name__} has no one class of attention with a relative_attention_bias (found: {found}), "
+                "so it is no family that can be read from its code. Write an architecture by hand, see "
+                "docs/own_architecture.md."
+            )
+        return replace(code, attention=inside[0])
+
+    @property
+    def parts(self) -> tuple[type, ...]:
+        return (self.body,)
+
+    @classmethod
+    def lock(cls, config: type, rotary: type | None) -> tuple[str, Any]:
+        field = "feed_forward_proj"
+        return (field, "requires-hf_posenc-package") if hasattr(config, field) else super().lock(config, rotary)
+
     def owners(self, body: nn.Module) -> list[Any]:
         return [attention for attention in self.attentions(body) if cast(Any, attention).has_relative_attention_bias]
 
@@ -174,23 +197,3 @@ class BucketFamily(Family):
                 "t5", table, config.relative_attention_max_distance, shared=len(owners) < len(body.block)
             ),
         )
-
-
-def add_encoder_decoder(name: str, namespace: dict[str, Any]) -> Family:
-    """Register the models of one module of transformers that is built like T5's, with every head.
-
-    Args:
-        name: Name of the module, as in `transformers.models.<name>`.
-        namespace: `globals()` of the caller, into which the patched classes go, where pickle and checkpoints find them.
-    """
-    modeling, models = classes_of(name)
-    prefix = next((kind.__name__.removesuffix(_HEAD) for kind in models if kind.__name__.endswith(_HEAD)), "")
-    attention, block, stack = (getattr(modeling, prefix + part, None) for part in ("Attention", "Block", "Stack"))
-    if not prefix or attention is None or block is None or stack is None:
-        raise ArchitectureError(
-            f"Cannot add the architecture {name!r}: expected classes ...{_HEAD}, ...Attention, ...Block, ...Stack. "
-            "Write an architecture by hand, see docs/own_architecture.md."
-        )
-    lock = ("feed_forward_proj", "requires-hf_posenc-package")
-    parts = {"attention": attention, "layer": block, "body": stack, "parts": (stack,)}
-    return register_family(name, namespace, BucketFamily, models, lock, **parts)

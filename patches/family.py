@@ -1,14 +1,18 @@
-"""Architectures read from the code of transformers, see `probe`: models that rotate, or have a table of positions."""
+"""Architectures read from the code of transformers, see `probe`: models that rotate, or have a table of positions.
+
+`add_family` finds the classes of a family and chooses how its own encoding is handled; both need no file, see the
+imports of `hf_posenc.patches`.
+"""
 
 from __future__ import annotations
 
 import copy
 import importlib
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from types import ModuleType
-from typing import Any, ClassVar, cast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import CodeType, FunctionType
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +24,10 @@ from hf_posenc.errors import ArchitectureError, PositionError
 from hf_posenc.operands import Geometry, NativeTable
 from hf_posenc.patches.architecture import (
     Architecture,
+    config_named,
     embedding_rms,
     outermost,
+    own_type,
     refuse_changed,
     register_architecture,
     stated_length,
@@ -41,13 +47,14 @@ from hf_posenc.patches.probe import (
     masks_have_windows,
     read_facts,
     refuse,
+    rotated,
+    without_rotation,
 )
 from hf_posenc.patches.rotary import changed_at, later_frequencies, of_kind
 
 # Fields of configs that name the activation.
-_ACTIVATIONS = ("hidden_activation", "hidden_act", "activation", "activation_function")
-# Ends of the names of heads, one of which tells the config of the family.
-_HEADS = ("ForCausalLM", "ForMaskedLM", "LMHeadModel", "ForImageClassification")
+_ACTIVATIONS = ("hidden_activation", "hidden_act", "activation", "activation_function", "dense_act_fn")
+_ACTIVATIONS += ("activation_fn", "act_fn", "mlp_hidden_act", "afn")
 
 
 class RotaryBody(PosencBody):
@@ -179,13 +186,17 @@ class TableBody(PosencBody):
         return call | {"position_ids": call["position_ids"] + first_row(table)}
 
 
+# Names that stock embeddings, and bodies, give to the table.
+TABLES = ("position_embeddings", "position_embedding")
+
+
 def table_of(body: object) -> nn.Embedding:
-    embeddings = getattr(body, "embeddings", None)
-    table = getattr(body, "wpe", None) if embeddings is None else getattr(embeddings, "position_embeddings", None)
-    if not isinstance(table, nn.Embedding):
+    inside = [getattr(getattr(body, "embeddings", None), name, None) for name in TABLES]
+    table = next((each for each in (getattr(body, "wpe", None), *inside) if isinstance(each, nn.Embedding)), None)
+    if table is None:
         raise ArchitectureError(
             f"Cannot patch {type(body).__name__}: found neither a rotary embedding nor a table "
-            "embeddings.position_embeddings or wpe. Write an architecture of its own, see CONTRIBUTING.md."
+            f"embeddings.{' or '.join(TABLES)} or wpe. Write an architecture of its own, see CONTRIBUTING.md."
         )
     return table
 
@@ -200,13 +211,31 @@ class Family(Architecture):
 
     body: ClassVar[type[PreTrainedModel]]
     layer: ClassVar[type[nn.Module]]
+    rotary: ClassVar[type[nn.Module] | None] = None
+    # Whether the body says so to the attention function; else the attention modules do.
+    causal: ClassVar[bool]
     # Mixins of attentions, and of bodies, which know the native encoding; twins of classes of others.
     attending: ClassVar[type[PosencAttention]] = FamilyAttention
     acting: ClassVar[type[PosencBody]]
     shared: ClassVar[Mapping[type, type]] = {}
 
     @classmethod
-    def lock(cls, config: type, rotary: Sequence[type]) -> tuple[str, Any]:
+    def fits(cls, code: Code) -> bool:
+        """Whether this kind handles the encoding of a family."""
+        return False
+
+    @classmethod
+    def read(cls, code: Code) -> Code:
+        """Return the classes of a family, as this kind needs them."""
+        return code
+
+    @classmethod
+    def holders(cls, code: Code) -> Mapping[type, tuple[type, dict[str, Any]]]:
+        """Return the stock classes of modules that hold the native encoding, with mixins and attributes of twins."""
+        return {}
+
+    @classmethod
+    def lock(cls, config: type, rotary: type | None) -> tuple[str, Any]:
         """Return a field of the config, and a value that stock classes refuse."""
         field = next((name for name in _ACTIVATIONS if hasattr(config, name)), None)
         if field is None:
@@ -228,7 +257,7 @@ class Family(Architecture):
             refuse(self.attention, "is missing")
         if not hasattr(attention, "is_causal"):
             refuse(self.attention, "does not say whether it is causal")
-        return bool(attention.is_causal)
+        return self.causal or bool(attention.is_causal)
 
     def layers(self, body: nn.Module) -> Sequence[nn.Module]:
         found = list(outermost(body, self.layer))
@@ -259,11 +288,18 @@ class Family(Architecture):
     def facts(self, body: nn.Module, layer: int) -> Facts:
         rotary: nn.Module | None = getattr(body, "rotary_emb", None)
         kind = None if rotary is None else type(rotary)
-        return read_facts(cast(Any, body).config, self.layer, self.attention, kind, layer)
+        config: Any = cast(Any, body).config
+        facts = read_facts(config, self.layer, self.attention, kind, layer)
+        if not facts.may_not_rotate:
+            return facts
+        stock = copy.copy(config)
+        stock.__class__ = getattr(type(config), "posenc_stock", type(config))
+        return facts if rotated(self.body, self.layer, stock)[layer] else without_rotation(facts)
 
     def attributes(self, body: nn.Module, layer: int) -> Mapping[str, Any]:
         facts = self.facts(body, layer)
         found = {"kind": facts.kind, "rotates": facts.rotates, "step": facts.step, "window": facts.window}
+        found["carries"] = facts.carries
         return {f"posenc_{name}": value for name, value in found.items()}
 
     def geometry(self, body: nn.Module, layer: int) -> Geometry:
@@ -299,8 +335,7 @@ class RotaryFamily(Family):
         config, live = body.config, getattr(body, "rotary_emb", None)
         if live is None:
             return
-        known = vars(inspect.getmodule(self.body))
-        (stock, *_) = [each for name, each in known.items() if name.endswith("RotaryEmbedding")]
+        stock: Any = self.rotary
         for kind in dict.fromkeys(config.layer_types if kinds_vary(stock) else [""]):
             try:
                 place = changed_at(live, stock, config, kind, stated_length(config) or 2048)
@@ -312,19 +347,15 @@ class RotaryFamily(Family):
                 refuse_changed(body, f"at position {place} it rotates otherwise than its config states")
 
     @classmethod
-    def lock(cls, config: type, rotary: Sequence[type]) -> tuple[str, Any]:
+    def fits(cls, code: Code) -> bool:
+        return code.rotary is not None
+
+    @classmethod
+    def lock(cls, config: type, rotary: type | None) -> tuple[str, Any]:
         # Configs with a rotation for each type of layer take any other for that of all types.
-        if any(kinds_vary(kind) for kind in rotary):
+        if rotary is None or kinds_vary(rotary):
             return super().lock(config, rotary)
         return "rope_parameters", {"rope_type": "hf_posenc", "rope_theta": 10000.0}
-
-    def embedding_size(self, body: nn.Module) -> int:
-        if "inputs_embeds" not in inspect.signature(self.body.forward).parameters:
-            raise ArchitectureError(
-                f"{self.body.__name__} takes no inputs_embeds, so no scheme can add positions to them. Choose a scheme "
-                "that acts inside of attention."
-            )
-        return super().embedding_size(body)
 
 
 class TableFamily(Family):
@@ -338,6 +369,10 @@ class TableFamily(Family):
     native_fades = True
     acting = TableBody
     shared = {nn.Embedding: PosencPositionTable}
+
+    @classmethod
+    def fits(cls, code: Code) -> bool:
+        return code.rotary is None
 
     def native_parameters(self, body: nn.Module) -> Sequence[nn.Parameter]:
         return list(table_of(body).parameters())
@@ -383,72 +418,22 @@ class TableFamily(Family):
 
 
 def add_family(name: str, namespace: dict[str, Any], kind: type[Family] | None = None) -> Family:
-    """Register the models of one module of transformers, with every head.
-
-    The models rotate queries and keys, or add a learned table of positions to the embeddings of tokens.
+    """Register the models of one type, with every head.
 
     Args:
-        name: Name of the module, as in `transformers.models.<name>`.
+        name: The type of the models, as in `config.model_type`.
         namespace: `globals()` of the caller, into which the patched classes go, where pickle and checkpoints find them.
-        kind: Reads the native encoding; by default `RotaryFamily`, or `TableFamily` if nothing rotates.
+        kind: Handles the native encoding; by default what fits the code.
 
     Raises:
-        ArchitectureError: There is no such module, or it is not built like a family: it has no head of a common kind,
-            or does not record the outputs of one class of attention and one of layers.
+        ArchitectureError: There is no such type, or its code does not tell which classes have the layers.
     """
-    modeling, models = classes_of(name)
-    heads = [model for model in models if model.__name__.endswith(_HEADS)]
-    if not heads:
-        raise ArchitectureError(f"Cannot add the family {name!r}: it has no class ...{', ...'.join(_HEADS)}.")
-    config = cast(Any, heads[0]).config_class
-    models = [model for model in models if cast(Any, model).config_class is config]
-    bodies = [model for model in models if model.__name__.endswith("Model") and not issubclass(model, GenerationMixin)]
-    if len(bodies) != 1:
-        raise ArchitectureError(
-            f"Cannot add the family {name!r}: expected one class ...Model with the config {config.__name__}, "
-            f"found {len(bodies)}."
-        )
-    (body,) = bodies
-    recorded: Any = cast(Any, body)._can_record_outputs or {}
-    attention, layer = (_recorded(recorded.get(what)) for what in ("attentions", "hidden_states"))
-    if attention is None or layer is None:
-        raise ArchitectureError(
-            f"Cannot add the family {name!r}: {body.__name__} records no single class of attention."
-        )
-    classes = [part for part in vars(modeling).values() if isinstance(part, type)]
-    rotary = [x for x in classes if x.__module__ == modeling.__name__ and x.__name__.endswith("RotaryEmbedding")]
-    kind = kind or (RotaryFamily if rotary else TableFamily)
-    lock = kind.lock(config, rotary)
-    return register_family(name, namespace, kind, models, lock, attention=attention, layer=layer, body=body)
-
-
-def classes_of(name: str) -> tuple[ModuleType, list[type[PreTrainedModel]]]:
-    """Return `transformers.models.<name>.modeling_<name>`, and its model classes but for their common base."""
-    path = f"transformers.models.{name}.modeling_{name}"
-    try:
-        module = importlib.import_module(path)
-    except ModuleNotFoundError as error:
-        raise ArchitectureError(
-            f"Cannot add the architecture {name!r}: there is no module {path}. Give the name of a folder in "
-            "transformers/models."
-        ) from error
-    found = (kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, PreTrainedModel))
-    own = (kind for kind in found if kind.__module__ == path)
-    return module, [kind for kind in own if not kind.__name__.endswith("PreTrainedModel")]
-
-
-def register_family(
-    name: str,
-    namespace: dict[str, Any],
-    kind: type[Family],
-    models: Sequence[type[PreTrainedModel]],
-    lock: tuple[str, Any],
-    **parts: Any,
-) -> Family:
-    """Make the patched twin of each class, put where pickle and checkpoints find it, and register the family.
-
-    The parts are attributes of the family, its stock classes of attention, layer and body among them.
-    """
+    found = config_named(name)
+    if found is None:
+        raise ArchitectureError(f"There is no model type {name!r}. Give a type of transformers, such as 'granite'.")
+    code = Code.of(*found)
+    kind = kind or kind_of(code)
+    code = kind.read(code)
     twins: dict[type, type] = {}
 
     def add(stock: type, *bases: type, **attributes: Any) -> type:
@@ -458,24 +443,127 @@ def register_family(
         return twin
 
     config = add(
-        parts["body"].config_class,
+        code.config,
         PosencConfig,
         __annotations__={"posenc": dict[str, Any] | None},
         posenc=None,
-        model_type=f"hf_posenc_{name}",
-        posenc_lock=lock,
+        model_type=own_type(name),
+        posenc_lock=kind.lock(code.config, code.rotary),
     )
-    add(parts["attention"], kind.attending)
-    add(parts["layer"], PosencLayer)
-    add(parts["body"], kind.acting, PosencModel, config_class=config)
-    for model in models:
+    causal = _says_causal(code.body)
+    add(code.attention, kind.attending, posenc_causal=causal)
+    add(code.layer, PosencLayer)
+    add(code.body, kind.acting, PosencModel, config_class=config, posenc_causal=causal)
+    for model in code.models:
         if model not in twins:
             head = PosencGenerator if issubclass(model, GenerationMixin) else PosencModel
             add(model, head, config_class=config)
-    parts |= {"name": name, "twins": {**twins, **kind.shared}}
+    for stock, (mixin, attributes) in kind.holders(code).items():
+        add(stock, mixin, **attributes)
+    parts = {"attention": code.attention, "layer": code.layer, "body": code.body, "rotary": code.rotary}
+    parts |= {"name": name, "causal": causal, "twins": {**twins, **kind.shared}}
     made: Family = type(f"{name.title().replace('_', '')}Family", (kind,), parts)()
     register_architecture(made)
     return made
+
+
+@dataclass(frozen=True)
+class Code:
+    """The classes of a family, as its modeling module has them.
+
+    Attributes:
+        models: All model classes with the config, the body among them.
+        rotary: The class of its rotary module, if there is one.
+    """
+
+    config: Any
+    models: list[type[PreTrainedModel]]
+    body: type[PreTrainedModel]
+    layer: type[nn.Module]
+    attention: type[nn.Module]
+    rotary: type[nn.Module] | None
+
+    @classmethod
+    def of(cls, config: Any, path: str) -> Code:
+        def lacks(what: str) -> NoReturn:
+            raise ArchitectureError(
+                f"the code of {config.model_type!r} {what}, so it is no family that can be read from it. Write an "
+                "architecture by hand, see docs/own_architecture.md."
+            )
+
+        if config.sub_configs:
+            lacks(f"is made of several ({', '.join(config.sub_configs)})")
+        try:
+            known = vars(importlib.import_module(path)).values()
+        except ImportError as error:
+            lacks(f"cannot be imported ({error})")
+        kinds = (kind for kind in known if isinstance(kind, type) and issubclass(kind, PreTrainedModel))
+        models: list[Any] = [
+            kind
+            for kind in dict.fromkeys(kinds)
+            if kind.__module__ == path and kind.config_class is config and "pretrained" not in kind.__name__.lower()
+        ]
+        for ends in _BODIES:
+            bodies = [kind for kind in models if kind.__name__.endswith(ends) and not issubclass(kind, GenerationMixin)]
+            bodies = [kind for kind in bodies if not any(other in kind.__mro__[1:] for other in bodies)]
+            if bodies:
+                break
+        if len(bodies) != 1:
+            found = ", ".join(kind.__name__ for kind in bodies) or "none"
+            lacks(f"has no one class with the embeddings and all layers (found: {found})")
+        (body,) = bodies
+        recorded = body._can_record_outputs or {}
+        layer, attention = (_recorded(recorded.get(what)) for what in ("hidden_states", "attentions"))
+        if attention is None or layer is None:
+            lacks(f"has no one class of {'layers' if layer is None else 'attention'} that {body.__name__} records")
+        rotary = next((kind for kind in built_by(body) if kind.__name__.endswith("RotaryEmbedding")), None)
+        return cls(config, models, body, layer, attention, rotary)
+
+
+# Ends of the names of bodies, the likeliest first.
+_BODIES = ("Stack",), ("Model",), ("Encoder", "Decoder", "Transformer")
+
+
+def built_by(kind: type) -> list[type[nn.Module]]:
+    """Return the classes of modules that the constructor of a class names, and those that their constructors name."""
+    found: dict[Any, None] = {}
+    waiting: list[Any] = [kind]
+    while waiting:
+        for base in waiting.pop().__mro__:
+            make: Any = inspect.unwrap(vars(base).get("__init__", object))
+            if isinstance(make, FunctionType) and base not in (nn.Module, PreTrainedModel):
+                named = (make.__globals__.get(name) for name in _names(make.__code__))
+                new = [each for each in named if isinstance(each, type) and issubclass(each, nn.Module)]
+                waiting += [each for each in new if each not in found]
+                found |= dict.fromkeys(new)
+    return list(found)
+
+
+def names_of(kind: Any) -> set[str]:
+    """Return the names in the constructor of a class, attributes among them."""
+    make = inspect.unwrap(kind.__init__)
+    return {*_names(make.__code__)} if isinstance(make, FunctionType) else set()
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
+
+
+def kind_of(code: Code) -> type[Family]:
+    """Return how the native encoding of a family is handled."""
+    for name in ("buckets", "images"):  # they derive from this module, and what they handle is more special
+        importlib.import_module(f"hf_posenc.patches.{name}")
+    return next(kind for kind in reversed(Family.__subclasses__()) if kind.fits(code))
+
+
+def _says_causal(body: Any) -> bool:
+    """Whether the forward of a body makes causal masks, and tells the attention function."""
+    code = inspect.unwrap(body.forward).__code__
+    keywords = {word for constant in code.co_consts if isinstance(constant, tuple) for word in constant}
+    return "is_causal" in keywords and any(name.endswith("causal_mask") for name in code.co_names)
 
 
 def _recorded(entry: Any) -> type[nn.Module] | None:

@@ -115,8 +115,17 @@ class PosencModel:
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Scheme):
             module.reset_parameters()
-        else:
+            return
+        # A table that shows itself at part of its strength is a whole one here.
+        kind = type(module)
+        is_part = surgery.is_patched(module) and not isinstance(module, PreTrainedModel)
+        if is_part:
+            module.__class__ = surgery.stock_class(kind)
+        try:
             super()._init_weights(module)  # type: ignore[misc]
+        finally:
+            if is_part:
+                module.__class__ = kind
 
     @classmethod
     def is_custom_code(cls) -> bool:

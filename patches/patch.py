@@ -416,7 +416,10 @@ def native_scheme(model: nn.Module) -> str | None:
     sizes = {}
     for name, info in registry.schemes().items():
         if kind is not None and info.cls.reproduces == kind:
-            scheme = registry.build(name, geometry)
+            try:
+                scheme = registry.build(name, geometry)
+            except (DirectionError, OptionError):
+                continue  # not for encoders, or for heads as narrow
             if scheme.facts(native_kept=False).exact:
                 sizes[name] = sum(parameter.numel() for parameter in scheme.parameters())
     return min(sizes, key=sizes.__getitem__, default=None)

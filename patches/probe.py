@@ -39,11 +39,21 @@ _CACHES = (*NAMES, "layer_past")
 _Then = Callable[..., tuple[Tensor, Tensor | None]]
 
 
+@dataclass(frozen=True)
+class _Carrier:
+    """A mask with what to do with the operands, for attentions that hand no keywords to the attention function."""
+
+    then: _Then
+    mask: Any
+
+
 def _attention_function(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Hand the operands to the patched attention, or to the user's function where the patch is disabled."""
     then: _Then | None = keywords.pop(_THEN, None)
+    if isinstance(attention_mask, _Carrier):
+        then, attention_mask = attention_mask.then, attention_mask.mask
     if then is not None:
         return then(query, key, value, attention_mask, **keywords)
     stock = getattr(type(module), "posenc_stock", type(module))
@@ -82,6 +92,10 @@ class FamilyAttention(PosencAttention):
     posenc_rotates: bool
     # Step between the columns of one pair and the next in the model's cosines.
     posenc_step: int
+    # Whether the model says so to the attention function; else the module does.
+    posenc_causal: ClassVar[bool] = False
+    # Whether the mask carries what keywords do not.
+    posenc_carries: bool
     # Window of the model's masks of which the stock forward does not tell the attention function.
     posenc_window: int | None
 
@@ -101,6 +115,7 @@ class FamilyAttention(PosencAttention):
 
     def attend(self, context: Context, hidden: Tensor, call: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         cache = None if self.posenc_cache is None else call.get(self.posenc_cache)
+        causal = self.posenc_causal or self.is_causal
         rotation, rotate = context.native.rotation.get(self.posenc_kind, call.get("position_embeddings")), None
         if rotation is not None and self.posenc_rotates:
             if self.posenc_share is not None:
@@ -118,13 +133,16 @@ class FamilyAttention(PosencAttention):
             sliding_window: int | None = None,
             softcap: float | None = None,
             s_aux: Tensor | None = None,
+            is_causal: bool | None = None,
             **keywords: Any,
         ) -> tuple[Tensor, Tensor | None]:
+            if is_causal is not None and query.shape[2] > 1 and bool(is_causal) != causal:
+                refuse(self.posenc_stock, f"says to the attention function is_causal={is_causal} and is not")
             layer = LayerCall(
                 context,
                 hidden,
                 mask,
-                causal=self.is_causal,
+                causal=causal,
                 scale=scaling,
                 dropout=dropout,
                 cache=cache,
@@ -150,7 +168,11 @@ class FamilyAttention(PosencAttention):
 
     def by_stock_forward(self, hidden: Tensor, call: dict[str, Any], then: _Then) -> tuple[Tensor, Tensor | None]:
         """Call the stock forward without rotation and cache, and with the next step after projection."""
-        call = {**call, _THEN: then}
+        call = dict(call)
+        if self.posenc_carries:
+            call["attention_mask"] = _Carrier(then, call.get("attention_mask"))
+        else:
+            call[_THEN] = then
         if self.posenc_cache is not None:
             call[self.posenc_cache] = None
         if "position_embeddings" in call:
@@ -194,6 +216,8 @@ class Facts:
         kind: Type of the layer, where each type has a rotation of its own, else empty.
         step: Step between the columns of one pair and the next in the model's cosines and sines.
         window: Window of the masks that the model makes for the layer, where it does not tell the attention function.
+        carries: Whether the mask must carry what the attention does not hand on to the attention function.
+        may_not_rotate: Whether the attention runs without a rotation, too, so that the model decides.
     """
 
     geometry: Geometry
@@ -201,6 +225,8 @@ class Facts:
     rotates: bool = False
     step: int = 1
     window: int | None = None
+    carries: bool = False
+    may_not_rotate: bool = False
 
 
 # Keywords of attention functions that a patched attention honours, or that change nothing.
@@ -269,44 +295,19 @@ def _code(*classes: type | None) -> Iterator[Any]:
 
 
 def _probe(config: Any, module: Any, attention: type[nn.Module], rotary: type[nn.Module] | None, index: int) -> Facts:
-    given: dict[str, Any] = {"attention_mask": None}
+    inner: Any = next((child for child in module.modules() if isinstance(child, attention)), None)
+    if inner is None:
+        refuse(attention, f"is missing in layer {index}")
+    inner.config = FamilyConfig(config)
+    given: dict[str, Any] = {}
     kind = ""
     if rotary is not None:
         kind = config.layer_types[index] if kinds_vary(rotary) else ""
-        try:
-            with torch.device("cpu"):
-                turn = rotary(config)(torch.zeros(1), torch.ones(1, 1, dtype=torch.long), **of_kind(kind))
-        except Exception as error:  # of any kind: the code is not ours
-            refuse(attention, f"has no rotation for layers like {index} ({type(error).__name__}: {error})")
-        if len(turn) != 2:
-            refuse(attention, "rotates by something else than cosines and sines")
-        cos, sin = turn
+        cos, sin = _turn(config, attention, rotary, index, kind)
         angles = torch.zeros(cos.shape, device="meta", requires_grad=True)
         given["position_embeddings"] = (angles, angles)
-    hidden = torch.zeros(1, 1, config.hidden_size, requires_grad=True, device="meta")
-    inner: Any = next(child for child in module.modules() if isinstance(child, attention))
-    inner.config = FamilyConfig(config)
-    calls: list[dict[str, Any]] = []
-
-    def take(query: Tensor, key: Tensor, value: Tensor, mask: None, **keywords: Any) -> tuple[Tensor, None]:
-        calls.append(keywords | {"query": query, "key": key, "value": value})
-        return query.new_empty(*query.transpose(1, 2).shape[:-1], value.shape[-1]), None
-
-    def end(*args: Any) -> NoReturn:
-        raise _Projected
-
-    inner.register_forward_hook(end)
-    try:
-        module(hidden, **given, **{_THEN: take})
-    except _Projected:
-        pass
-    except Exception as error:  # of any kind: the code is not ours
-        refuse(attention, f"does not run without a model around it ({type(error).__name__}: {error})")
-    if not calls:
-        refuse(attention, "gets no keywords from its layer, or hands none to the attention function of its config")
-    if len(calls) > 1:
-        refuse(attention, f"calls the attention function {len(calls)} times")
-    (found,) = calls
+    given["hidden_states"] = torch.zeros(1, 1, config.hidden_size, requires_grad=True, device="meta")
+    found, carries = _projected(module, attention, given)
     query, key, value = (found.pop(name) for name in ("query", "key", "value"))
     unknown = sorted(name for name in found if name not in _KNOWN and found[name] is not None)
     if unknown or query.shape[-1] != key.shape[-1] or value.shape != key.shape:
@@ -315,20 +316,112 @@ def _probe(config: Any, module: Any, attention: type[nn.Module], rotary: type[nn
     window = _window(config, attention, index, found.get("sliding_window"))
     shape = {"heads": query.shape[1], "kv_heads": key.shape[1], "head_dim": size, "hidden_size": config.hidden_size}
     geometry = Geometry(**shape, scale=size**-0.5 if found.get("scaling") is None else float(found["scaling"]))
+    facts = Facts(geometry, kind, window=window, carries=carries)
     if rotary is None:
-        return Facts(geometry, kind, window=window)
+        return facts
     rotates = torch.autograd.grad(query.sum(), angles, allow_unused=True)[0] is not None
     if rotates:
         _check_rotation(attention, query, angles)
     inv_freq, scaling = native_frequencies(config, rotary, kind)
     if not rotates:
-        return Facts(replace(geometry, inv_freq=torch.zeros_like(inv_freq)), kind, window=window)
+        return without_rotation(replace(facts, geometry=replace(geometry, inv_freq=inv_freq)))
     layout = _layout(attention, (cos, sin), inv_freq, scaling, size)
     # At position 1; in half precision, where that is the default dtype.
     first = cos[0, -1, : len(inv_freq)].float()
     step = 1 if torch.allclose(first, inv_freq.cos() * scaling, atol=1e-2) else 2
     geometry = replace(geometry, inv_freq=inv_freq, rotary_scaling=scaling, layout=layout)
-    return Facts(geometry, kind, rotates=True, step=step, window=window)
+    free = _calls(module, attention, {**given, "position_embeddings": None}, carries)
+    return replace(facts, geometry=geometry, rotates=True, step=step, may_not_rotate=isinstance(free, list))
+
+
+def _turn(config: Any, attention: type, rotary: type[nn.Module], index: int, kind: str) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of a rotary module at position 1."""
+    try:
+        with torch.device("cpu"):
+            turn: tuple[Tensor, ...] = rotary(config)(
+                torch.zeros(1), torch.ones(1, 1, dtype=torch.long), **of_kind(kind)
+            )
+    except Exception as error:  # of any kind: the code is not ours
+        refuse(attention, f"has no rotation for layers like {index} ({type(error).__name__}: {error})")
+    if len(turn) != 2:
+        refuse(attention, "rotates by something else than cosines and sines")
+    return turn
+
+
+def _projected(module: Any, attention: type[nn.Module], given: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Return the arguments of the attention function in a layer, and whether only its mask leads there."""
+    for carries in (False, True):
+        calls = _calls(module, attention, given, carries)
+        if isinstance(calls, Exception):
+            refuse(attention, f"does not run without a model around it ({type(calls).__name__}: {calls})")
+        if len(calls) > 1:
+            refuse(attention, f"calls the attention function {len(calls)} times")
+        if calls:
+            return calls[0], carries
+    refuse(attention, "hands neither keywords nor its mask to the attention function of its config")
+
+
+def _calls(
+    module: Any, attention: type[nn.Module], given: dict[str, Any], carries: bool
+) -> list[dict[str, Any]] | Exception:
+    """Return the arguments of each call of the attention function in a layer, or what the stock code raises."""
+    calls: list[dict[str, Any]] = []
+
+    def take(query: Tensor, key: Tensor, value: Tensor, mask: None, **keywords: Any) -> tuple[Tensor, None]:
+        calls.append(keywords | {"query": query, "key": key, "value": value})
+        return query.new_empty(*query.transpose(1, 2).shape[:-1], value.shape[-1]), None
+
+    def begin(module: nn.Module, args: Any, keywords: dict[str, Any]) -> None:
+        if _THEN not in keywords:
+            refuse(attention, "gets no keywords from its layer")
+
+    def end(*args: Any) -> NoReturn:
+        raise _Projected
+
+    hidden = given["hidden_states"]
+    rest = {name: value for name, value in given.items() if name != "hidden_states"}
+    inner = next(child for child in module.modules() if isinstance(child, attention))
+    hooks = [inner.register_forward_pre_hook(begin, with_kwargs=True), inner.register_forward_hook(end)]
+    try:
+        module(hidden, attention_mask=_Carrier(take, None) if carries else None, **rest, **{_THEN: take})
+    except _Projected:
+        pass
+    except ArchitectureError:
+        raise
+    except Exception as error:  # of any kind: the code is not ours
+        return error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def without_rotation(facts: Facts) -> Facts:
+    """Return the facts about a layer that could rotate, for one that does not."""
+    assert facts.geometry.inv_freq is not None
+    still = replace(facts.geometry, inv_freq=torch.zeros_like(facts.geometry.inv_freq))
+    return Facts(still, facts.kind, window=facts.window, carries=facts.carries)
+
+
+def rotated(body: type[nn.Module], layer: type[nn.Module], config: Any) -> list[bool]:
+    """Run the stock forward of a body on the meta device, past its layers; return which of them get a rotation."""
+    found: list[bool] = []
+
+    def passed(hidden_states: Tensor, *args: Any, **call: Any) -> Tensor:
+        found.append(call.get("position_embeddings") is not None)
+        return hidden_states
+
+    model = blank_module(body, config, 0)
+    for module in model.modules():
+        if isinstance(module, layer):
+            module.forward = passed
+    try:
+        with torch.device("meta"):
+            mask = torch.ones(1, 1, 2, 2, dtype=torch.bool)
+            model(torch.zeros(1, 2, dtype=torch.long), attention_mask=mask, use_cache=False)
+    except Exception as error:  # of any kind: the code is not ours
+        refuse(layer, f"may run without a rotation, and its model does not tell when ({error})")
+    return found
 
 
 def blank_module(kind: type[nn.Module], config: Any, index: int) -> Any:

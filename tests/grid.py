@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 import composites
 import pytest
+from models import ARCHITECTURES, TINY
 
 import hf_posenc
-from hf_posenc.patches.architecture import architectures
 from hf_posenc.scheme import Scheme
 
 # Where a value is among the parameters of a test: the name of one, and the place in it if it is a tuple.
@@ -113,7 +113,7 @@ def mark(items: list[pytest.Item]) -> None:
     for cases in tests.values():
         rows = [_values(case) for case in cases]
         schemes = _column(rows, hf_posenc.schemes(), FEW)
-        models = _column(rows, {*architectures(), *composites.KINDS}, 1 if schemes else FEW)
+        models = _column(rows, {*ARCHITECTURES, *TINY, *composites.KINDS}, 1 if schemes else FEW)
         if schemes or models:
             _mark_test(cases, [_Subject.of(row, schemes, models) for row in rows])
 

@@ -223,9 +223,9 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
     ],
     errors.ArchitectureError: [
         (lambda: transformers.BartModel(BartConfig(encoder_layers=1, decoder_layers=1, d_model=64)).eval(), to("alibi"),
-            "BartModel ... Supported: ... llama ... add_family"),
+            "BartModel ... no one class of layers ... own_architecture"),
         (lambda: "gpt2", to("alibi"), "transformers model ... str: 'gpt2'"),
-        (None, lambda _: hf_posenc.plan(BartConfig(), "alibi"), "'bart' ... Supported: ... gpt2"),
+        (None, lambda _: hf_posenc.plan(BartConfig(), "alibi"), "'bart' ... no one class of layers ... by hand"),
         # The inside of a model alone, and a config that is not the model's own.
         (alibi, lambda m: hf_posenc.unpatch(m.model), f"{INSIDE} ... Pass the whole model ... save and load"),
         (patched(t5, "alibi", native="keep"), lambda m: hf_posenc.set_strength(m.decoder),

@@ -19,7 +19,7 @@ from transformers import AutoModelForImageClassification, PreTrainedModel, ViTCo
 
 import hf_posenc
 from hf_posenc.operands import Block, Geometry, Positions
-from hf_posenc.patches.vit import grid_coords
+from hf_posenc.patches.images import grid_coords
 from hf_posenc.scheme import Scheme
 
 SCHEMES = [name for name, info in hf_posenc.schemes().items() if "bidirectional" in info.directions]

@@ -1,5 +1,0 @@
-"""Gemma 3, the language model: local and global layers, each type with a rotation of its own."""
-
-from hf_posenc.patches.family import add_family
-
-add_family("gemma3", globals())

@@ -1,0 +1,249 @@
+"""Images: a learned table of positions that is added to the embeddings of their patches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hf_posenc.coordinates import grid
+from hf_posenc.errors import ArchitectureError, PositionError, ShapeError
+from hf_posenc.operands import Geometry, NativeTable, check_coords
+from hf_posenc.patches.architecture import embedding_rms, refuse_changed, weight_of
+from hf_posenc.patches.attention import CONTEXT, arguments_of
+from hf_posenc.patches.body import COORDS, PosencBody
+from hf_posenc.patches.context import Context, Inputs, Switch, real_tokens, refuse_samples
+from hf_posenc.patches.family import TABLES, Code, Family, built_by, names_of
+from hf_posenc.patches.probe import blank_module
+
+# The argument that asks for an interpolated table.
+_STRETCH = "interpolate_pos_encoding"
+
+
+class PosencHolder(Switch):
+    """Mixin of modules with a position table as their parameter: it has its strength, and is zero once removed."""
+
+    posenc_holds: ClassVar[str] = "weight"
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "posenc_stock" in vars(cls):
+            setattr(cls, cls.posenc_holds, property(PosencHolder.posenc_table))
+
+    def posenc_table(self) -> Tensor:
+        table: Tensor = self._parameters[self.posenc_holds]
+        native = 0.0 if self.posenc_removed else self.posenc_strengths.native
+        if native == 1 or self.is_disabled():
+            return table
+        return torch.zeros_like(table) if native == 0 else table * native
+
+
+class ImageBody(PosencBody):
+    """Mixin of patched bodies. The patches follow row by row, behind the class token and others, at position 0 and on.
+
+    The coordinates of a patch are its row and column on the grid, counted from 0; other tokens have (0, 0), where
+    nothing is rotated. The argument `position_coords` of the forward, `[B|1, tokens, 2]`, replaces them.
+    """
+
+    # Number of tokens before the patches.
+    posenc_others: int
+
+    def prepare(self, call: dict[str, Any]) -> dict[str, Any]:
+        pixels, coords = call.get("pixel_values"), call.pop(COORDS, None)
+        if pixels is None:
+            return call  # The stock forward says what is wrong.
+        if call.get("position_ids") is not None:
+            raise PositionError(
+                "Got position_ids; the patches of an image have coordinates. Pass position_coords, or leave both out."
+            )
+        refuse_samples(call, "images are not packed into rows. Leave it out.")
+        (rows, columns), first = self.grid(pixels), self.posenc_others
+        batch, length = pixels.shape[0], first + rows * columns
+        axes = self.axes()
+        if coords is not None:
+            coords = check_coords(coords, axes, batch, length, pixels.device)
+        elif axes - {0, 1}:
+            coords = grid_coords(rows, columns, pixels.device, first)
+        positions = torch.arange(length, device=pixels.device)[None]
+        real = real_tokens(call.get("attention_mask"), 0, length)
+        return self.hand_down(call, self.context(call, Inputs(positions, length - 1, real, coords)))
+
+    def grid(self, pixels: Tensor) -> tuple[int, int]:
+        height, width = pixels.shape[-2:]
+        patch, trained = sizes(self.config)
+        rows, columns = height // patch[0], width // patch[1]
+        # With the table, transformers checks the size.
+        if removed(self) and (height, width) not in (trained, (rows * patch[0], columns * patch[1])):
+            raise ShapeError(
+                f"Got images of {height} x {width} pixels; expected multiples of the patch size, {patch[0]} x "
+                f"{patch[1]}. Resize or pad them."
+            )
+        return rows, columns
+
+    def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
+        # Of a table of zeros; images of the trained size need none.
+        if _STRETCH in self.posenc_arguments and removed(self):
+            size = tuple(call["pixel_values"].shape[-2:])
+            call = call | {_STRETCH: call.get(_STRETCH) or size != sizes(self.config)[1]}
+        return call | {CONTEXT: context}
+
+    def hook_embeddings(self, embed: Callable[[Tensor], Tensor]) -> RemovableHandle:
+        embeddings = embeddings_of(self)
+        dropout = getattr(embeddings, "dropout", None)
+        if isinstance(dropout, nn.Module):
+            return dropout.register_forward_pre_hook(lambda module, args: (embed(args[0]),))
+
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            return embed(output) if isinstance(output, Tensor) else (embed(output[0]), *output[1:])
+
+        handle: RemovableHandle = embeddings.register_forward_hook(after)
+        return handle
+
+
+def grid_coords(rows: int, columns: int, device: torch.device, first: int = 1) -> Tensor:
+    """Return row and column of the tokens before the patches, (0, 0), and of each patch, float32 `[1, tokens, 2]`."""
+    patches = grid(rows, columns).to(device)
+    return torch.cat((patches.new_zeros(1, first, 2), patches), dim=1)
+
+
+def embeddings_of(body: nn.Module) -> Any:
+    return next((module for module in body.modules() if any(hasattr(module, name) for name in TABLES)), None)
+
+
+def holder_of(body: Any) -> tuple[nn.Module, str]:
+    """Return the module with the table as its parameter, and its name."""
+    embeddings = embeddings_of(body)
+    name = next((name for name in TABLES if hasattr(embeddings, name)), "")
+    table = embeddings._modules.get(name) if embeddings is not None else None
+    holder, name = (embeddings, name) if table is None else (table, "weight")
+    if holder is None or holder._parameters.get(name) is None:
+        refuse_images(type(body), f"have no table {' or '.join(TABLES)}")
+    return holder, name
+
+
+def removed(body: Any) -> bool:
+    return bool(getattr(holder_of(body)[0], "posenc_removed", False))
+
+
+def sizes(config: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the sizes of patches and of images in a config, as height and width."""
+    found = [getattr(config, name, None) for name in ("patch_size", "image_size")]
+    pairs = [(each, each) if isinstance(each, int) else tuple(each or ()) for each in found]
+    if any(len(pair) != 2 for pair in pairs):
+        refuse_images(type(config), f"state sizes of patches and images of {found[0]} and {found[1]}")
+    return pairs[0], pairs[1]  # type: ignore[return-value]
+
+
+def refuse_images(kind: type, why: str) -> NoReturn:
+    raise ArchitectureError(
+        f"Models of {kind.__name__} {why}, so they are no family of images that can be read from its code. Write an "
+        "architecture by hand, see docs/own_architecture.md."
+    )
+
+
+def others(body: Any) -> int:
+    """Return the number of tokens before the patches, such as the class token."""
+    stated = {key: value for key, value in vars(body.config).items() if not key.startswith(("posenc", "_name_or_path"))}
+    kind = type(embeddings_of(body))
+    return _others(getattr(kind, "posenc_stock", kind), body.config, repr(stated))
+
+
+_KNOWN: dict[tuple[type, str], int] = {}
+
+
+@torch.inference_mode()
+def _others(kind: type, config: Any, stated: str) -> int:
+    if (kind, stated) not in _KNOWN:
+        (patch, size), channels = sizes(config), getattr(config, "num_channels", 3)
+        rows, columns = size[0] // patch[0], size[1] // patch[1]
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            try:
+                blank = blank_module(kind, config, 0).to_empty(device="cpu").float().eval()
+                for parameter in blank.parameters():
+                    nn.init.normal_(parameter)
+                for name, buffer in blank.named_buffers():
+                    if name.endswith("position_ids"):
+                        buffer.copy_(torch.arange(buffer.shape[-1]))
+                pixels = torch.randn(1, channels, *size)
+                last = pixels.clone()
+                last[..., -patch[0] :, -patch[1] :] += 1.0
+                made = [blank(x) for x in (pixels, pixels + 1, last)]
+            except ArchitectureError:
+                raise
+            except Exception as error:  # of any kind: the code is not ours
+                refuse_images(kind, f"do not embed an image of {channels} x {size[0]} x {size[1]} ({error})")
+        whole, moved, end = (x if isinstance(x, Tensor) else x[0] for x in made)
+        changed = [(whole - x).abs().amax(-1)[0].nonzero().flatten().tolist() for x in (moved, end)]
+        count = whole.shape[1]
+        first = count - rows * columns
+        if changed != [list(range(first, count)), [count - 1]]:
+            refuse_images(kind, f"make other tokens of an image than {rows} x {columns} patches in rows, behind others")
+        _KNOWN[kind, stated] = first
+    return _KNOWN[kind, stated]
+
+
+class ImageFamily(Family):
+    """Models of images with any head. The table enters once, before the first layer, so all layers have it or none.
+
+    Without the table, images have any size that is a multiple of the patch size; with it, sizes other than the trained
+    one need `interpolate_pos_encoding`, as in transformers.
+    """
+
+    native = "learned table of positions"
+    native_per_layer = False
+    native_fades = True
+    acting = ImageBody
+
+    @classmethod
+    def fits(cls, code: Code) -> bool:
+        return "pixel_values" in arguments_of(code.body)
+
+    @classmethod
+    def holders(cls, code: Code) -> Mapping[type, tuple[type, dict[str, Any]]]:
+        found: dict[type, tuple[type, dict[str, Any]]] = {}
+        for kind in built_by(code.body):
+            held = next((name for name in TABLES if name in names_of(kind)), None)
+            if held is not None:
+                found |= {kind: (PosencHolder, {"posenc_holds": held}), nn.Embedding: (PosencHolder, {})}
+        return found
+
+    def native_parameters(self, body: Any) -> Sequence[nn.Parameter]:
+        holder, name = holder_of(body)
+        return [holder._parameters[name]]  # type: ignore[list-item]
+
+    def swapped(self, body: Any) -> Sequence[nn.Module]:
+        return [holder_of(body)[0]]
+
+    def attributes(self, body: Any, layer: int) -> Mapping[str, Any]:
+        body.posenc_others = others(body)
+        return super().attributes(body, layer)
+
+    def table(self, body: Any) -> Tensor:
+        return weight_of(*holder_of(body)).detach().flatten(0, -2)
+
+    def check_native(self, body: Any) -> None:
+        kind = type(embeddings_of(body))
+        blank = blank_module(getattr(kind, "posenc_stock", kind), body.config, 0)
+        rows, wanted = (len(weight_of(*holder_of(each)).flatten(0, -2)) for each in (body, blank))
+        if rows != wanted:
+            refuse_changed(body, f"its table has {rows} rows, and its config states {wanted}")
+
+    def geometry(self, body: Any, layer: int) -> Geometry:
+        table, (patch, size) = self.table(body), sizes(body.config)
+        tokens = others(body) + (size[0] // patch[0]) * (size[1] // patch[1])
+        # Some tokens have no row in the table.
+        native = NativeTable("learned", table) if len(table) == tokens else None
+        return replace(super().geometry(body, layer), axes=2, max_positions=tokens, native=native)
+
+    def embedding_rms(self, body: Any) -> float | None:
+        # The size of embedded patches depends on the images, so the size of the table stands for it.
+        return embedding_rms(self.table(body))
+
+    def example(self, body: Any) -> dict[str, Tensor]:
+        weight, size = next(body.parameters()), sizes(body.config)[1]
+        shape = (1, getattr(body.config, "num_channels", 3), *size)
+        return {"pixel_values": torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu").to(weight)}
