@@ -315,11 +315,13 @@ def check_architecture(name: str, model: PreTrainedModel | None = None) -> None:
         ArchitectureError: There is no such architecture, or no model can be made of small sizes alone.
         AssertionError: A contract is broken; the message names it.
     """
-    if name not in architectures():
+    try:
+        architectures()[name]
+    except KeyError as error:
         raise ArchitectureError(
-            f"There is no architecture {name!r}. Known: {', '.join(sorted(architectures()))}. Import the module that "
-            "registers it."
-        )
+            f"There is no architecture {name!r}. Give a model type, such as {next(iter(architectures()))!r}, or import "
+            "the module that registers it."
+        ) from error
     model = (_model(name) if model is None else model).eval()
     _hold(name, own_encoding_changes_nothing, model)
     causal = model.can_generate() and not model.config.is_encoder_decoder

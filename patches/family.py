@@ -317,7 +317,10 @@ class Family(Architecture):
         )
 
     def embedding_rms(self, body: nn.Module) -> float | None:
-        embeddings = cast(PreTrainedModel, body).get_input_embeddings()
+        try:
+            embeddings = cast(PreTrainedModel, body).get_input_embeddings()
+        except NotImplementedError:
+            refuse(self.body, "does not say where its embeddings are")
         rms = embedding_rms(weight_of(embeddings))
         # Gemma's embeddings multiply by a factor of their own.
         return None if rms is None else rms * float(getattr(embeddings, "scalar_embed_scale", 1.0))

@@ -49,8 +49,8 @@ class ImageBody(PosencBody):
     nothing is rotated. The argument `position_coords` of the forward, `[B|1, tokens, 2]`, replaces them.
     """
 
-    # Number of tokens before the patches.
-    posenc_others: int
+    # Number of tokens before the patches; `None` if it was not read yet.
+    posenc_others: int | None = None
 
     def prepare(self, call: dict[str, Any]) -> dict[str, Any]:
         pixels, coords = call.get("pixel_values"), call.pop(COORDS, None)
@@ -61,7 +61,7 @@ class ImageBody(PosencBody):
                 "Got position_ids; the patches of an image have coordinates. Pass position_coords, or leave both out."
             )
         refuse_samples(call, "images are not packed into rows. Leave it out.")
-        (rows, columns), first = self.grid(pixels), self.posenc_others
+        (rows, columns), first = self.grid(pixels), others(self) if self.posenc_others is None else self.posenc_others
         batch, length = pixels.shape[0], first + rows * columns
         axes = self.axes()
         if coords is not None:

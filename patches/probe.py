@@ -95,7 +95,7 @@ class FamilyAttention(PosencAttention):
     # Whether the model says so to the attention function; else the module does.
     posenc_causal: ClassVar[bool] = False
     # Whether the mask carries what keywords do not.
-    posenc_carries: bool
+    posenc_carries: bool = False
     # Window of the model's masks of which the stock forward does not tell the attention function.
     posenc_window: int | None
 
