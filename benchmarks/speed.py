@@ -428,7 +428,10 @@ def worker(tree: Path) -> Any:
     """Start a process that imports the package from a checkout."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", WORKER]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    # From its own folder, which comes before PYTHONPATH.
+    return subprocess.Popen(
+        command, cwd=tree, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
 
 
 def answer(process: Any, job: list[Any]) -> float:
