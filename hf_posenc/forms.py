@@ -72,13 +72,21 @@ class ContentBias(Bias):
 
 @dataclass(frozen=True, eq=False)
 class KeyBias(Bias):
-    """A number per head and token: that of the key less that of the query.
+    """A sum of products, each of a number of the query and a number of the key, in causal layers.
 
     Attributes:
-        at: Returns the number of tokens, float32 or wider `[B|1, H, S]`, given their state.
+        products: Returns the factors of each product, of queries `[B|1, H|1, Q]` and of keys `[B|1, H|1, K]`, given one
+            block for the whole call. One of the two is float32 or float64, the other int64 positions, or `None` for 1.
     """
 
-    at: Callable[[Mapping[str, Tensor]], Tensor]
+    products: Callable[[Block], Sequence[tuple[Tensor | None, Tensor | None]]]
+
+    def scaled(self, factor: float) -> "Bias":
+        def scaled(x: Tensor | None) -> Tensor | None:
+            return x * factor if x is not None and x.is_floating_point() else x
+
+        products = lambda block: [(scaled(x), scaled(y)) for x, y in self.products(block)]  # noqa: E731
+        return replace(self, of=_scaled(self.of, factor), products=products)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,10 +97,13 @@ class DistanceTable(Bias):
         at: Returns the number for int64 distances `[N]` (query minus key; never negative in causal layers), `[H, N]`
             in the dtype of the second argument.
         reach: Distance from which the number no longer changes, on either side; `None` if it goes on changing.
+        slope: Returns the number at distance 1, `[H]` on a device and in a dtype, if it is proportional to the distance
+            in causal layers; else `None`.
     """
 
     at: Callable[[Tensor, torch.dtype], Tensor]
     reach: int | None = None
+    slope: Callable[[torch.device, torch.dtype], Tensor] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ from hf_posenc import (
     build,
     schemes,
 )
-from hf_posenc.attention import EXECUTORS, Call, Mask, executors
+from hf_posenc.attention import EXECUTORS, Call, Mask, channels, executors
 from hf_posenc.attention import blocks as blocks_module
 from hf_posenc.attention.cpu import kernel
 from hf_posenc.attention.once import Once
@@ -66,16 +66,22 @@ FAST = [
     for name, info in schemes().items()
     for direction in info.directions
     for executor in executors(make(name, causal=direction == "causal"))
-    if executor in ("fused", "locality")
+    if executor in ("channels", "fused", "locality")
 ]
 FAST += [(name, "causal", options, "fused") for name, options in PRODUCTS]
 # One scheme for each form of a bias, and for each kind of locality.
 FORM_OF_EACH = [
-    ("kerple", "fused"), ("fire", "fused"), ("fox", "fused"), ("disentangled", "fused"), ("cope", "locality"),
+    ("kerple", "fused"), ("fire", "fused"), ("fox", "channels"), ("disentangled", "fused"), ("cope", "locality"),
     ("stick_breaking", "locality"), ("shaw", "locality"),
 ]  # fmt: skip
 # One scheme for each backward pass of our own.
-SOME = [("kerple", "fused"), ("cope", "locality"), ("stick_breaking", "locality"), ("cope", "blocks")]
+SOME = [
+    ("kerple", "fused"),
+    ("grape_a", "channels"),
+    ("cope", "locality"),
+    ("stick_breaking", "locality"),
+    ("cope", "blocks"),
+]
 BY_BLOCKS = ["kerple", "cape", "cope", "fox_pro", "tape", "transformer_xl", "attention_sinks"]
 every_form = pytest.mark.parametrize(("name", "executor"), FORM_OF_EACH)
 
@@ -129,14 +135,19 @@ def one_attention(
     dtype: torch.dtype = torch.float64,
     autocast: bool = False,
     device: str = "cpu",
+    rounded: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Output and gradients of the same random call on the CPU, those of queries that are padding left out."""
+    """Output and gradients of the same random call on the CPU, those of queries that are padding left out.
+
+    Operands may be `rounded` to another dtype first.
+    """
     geometry, length = scheme.geometry, places.shape[1]
     queries = queries or length
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_()
+        drawn = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return drawn.to(rounded or dtype).to(device, dtype).requires_grad_()
 
     q = random(2, geometry.heads, queries, geometry.head_dim)
     k, v = (random(2, geometry.kv_heads, length, geometry.head_dim) for _ in range(2))
@@ -300,7 +311,7 @@ def call_and_leaves(scheme: Scheme, places: Tensor, mask: Mask) -> tuple[Call, l
 @pytest.mark.parametrize("layout", [plain, skipped], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", ["kerple", "fire", "fox", "disentangled", "cope"])
 def test_keys_beyond_a_window_are_hidden(name: str, layout, window: int) -> None:
-    for executor in ("blocks", *["fused"] * (name != "cope")):
+    for executor in ("blocks", *{"cope": [], "fox": ["channels", "fused"]}.get(name, ["fused"])):
         check(make(name, window=window).double(), executor, *layout(301))
 
 
@@ -316,7 +327,7 @@ def test_keys_beyond_a_window_of_slots_are_hidden() -> None:
 
 @pytest.mark.parametrize(
     ("name", "executor"),
-    [("kerple", "fused"), ("alibi", "fused"), ("fox", "fused"), ("fire", "fused"), ("cope", "locality")],
+    [("kerple", "fused"), ("alibi", "fused"), ("fox", "channels"), ("fire", "fused"), ("cope", "locality")],
 )
 def test_queries_that_see_nothing_pass_no_gradient_on(name: str, executor: str) -> None:
     # The last token of left padding, whose output predicts the first real one.
@@ -331,6 +342,63 @@ def test_queries_that_see_nothing_pass_no_gradient_on(name: str, executor: str) 
     torch.testing.assert_close(*found, rtol=0, atol=1e-8)
 
 
+# -- channels ----------------------------------------------------------------------------------------------------------
+
+# Weak and steep ones, of tokens and of heads; with fixed gates nothing of the bias learns.
+PRODUCTS_OF_NUMBERS = [
+    ("fox", {"init": "horizon"}),
+    ("fox", {"init": "official"}),
+    ("fox", {"forget_gate": "fixed", "decay_time_min": 0.5}),
+    ("alibi", {}),
+    ("grape_a", {"gate": True}),
+]
+
+SLOPES = {"gate_weight", "log_slopes", "omega", "u"}
+
+
+@pytest.fixture(params=["of torch alone", "with a backward pass of our own"])
+def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways in which a CPU runs channels; a GPU has the first."""
+    monkeypatch.setattr(kernel, "works", lambda: "own" in request.param)
+
+
+@pytest.mark.parametrize("head_dim", [6, 16])
+@pytest.mark.parametrize("layout", [plain, left_padded, packed, skipped], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("name", "options"), PRODUCTS_OF_NUMBERS, ids=str)
+def test_channels_equal_the_reference(name: str, options: dict, layout, head_dim: int, passes: None) -> None:
+    """Also where the softmax scale is no power of two, which float32 channels are divided by."""
+    for groups in (2, 4):
+        scheme = make(name, kv_heads=groups, head_dim=head_dim, **options)
+        for queries in (None, 90):
+            call = {"queries": queries, "dtype": torch.float32}
+            with attention.recorded() as record:
+                got, want = (one_attention(scheme, way, *layout(301), **call) for way in ("channels", "dense"))
+            assert record == ["channels", "dense"]
+            # Gradients of slopes are differences of sums over positions, which float32 rounds.
+            slopes = {name: (got.pop(name), want.pop(name)) for name in SLOPES & got.keys()}
+            compare(got, want, tolerance=5e-5)
+            compare(*({name: pair[i] for name, pair in slopes.items()} for i in (0, 1)), tolerance=3e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "options"), PRODUCTS_OF_NUMBERS, ids=str)
+def test_channels_are_as_exact_in_half_precision(name: str, options: dict, dtype: torch.dtype, passes: None) -> None:
+    """Sums of hundreds of gates have fewer bits there than their differences need."""
+    if name == "alibi":
+        options = {"learned_slopes": False, "gate": False}  # else it goes by blocks
+    exact = one_attention(make(name, **options).double(), "dense", *plain(700), rounded=dtype)
+    got, want = (one_attention(make(name, **options), way, *plain(700), dtype=dtype) for way in ("channels", "dense"))
+    for what, expected in exact.items():
+        errors = [float((x[what].double() - expected).square().mean().sqrt()) for x in (got, want)]
+        assert errors[0] <= 1.5 * errors[1] + 1e-12, (what, errors)
+
+
+def test_channels_of_many_heads_per_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    for most in (32, 3):
+        monkeypatch.setattr(channels, "_MOST", most)
+        check(make("grape_a", kv_heads=1).double(), "channels", *left_padded(90))
+
+
 # -- what runs ---------------------------------------------------------------------------------------------------------
 
 
@@ -341,7 +409,9 @@ CHOICES = [
     ("fire", {"threshold": 2000.0}, plain, 520, {}, "fused (distance table)"),
     ("fire", {"threshold": 50.0}, plain, 520, {}, "fused (straight pieces)"),
     ("disentangled", {}, plain, 520, {}, "fused (products by distance)"),
-    ("fox", {}, plain, 520, {}, "fused (key bias)"),
+    ("fox", {}, plain, 520, {}, "channels"),
+    ("grape_a", {}, packed, 120, {}, "channels"),
+    ("alibi", {}, skipped, 120, {}, "channels"),
     ("cope", {}, plain, 520, {}, "locality"),
     ("stick_breaking", {}, plain, 520, {}, "locality"),
     ("kerple", {"weighted": True}, plain, 520, {}, "blocks"),
@@ -396,10 +466,10 @@ def test_explain_names_the_executor_of_each_layer() -> None:
     hf_posenc.patch(model, "cope", layers=[1])
     found = hf_posenc.explain(model, length=64)
     assert [(x.layer, x.scheme, x.sequence, x.step) for x in found.layers] == [
-        (0, "fox", "fused (key bias)", "dense"),
+        (0, "fox", "channels", "dense"),
         (1, "cope", "dense", "dense"),
     ]
-    assert "fused (key bias)" in str(found)
+    assert "channels" in str(found)
     model.set_attn_implementation("eager")
     assert {x.sequence for x in hf_posenc.explain(model, length=64).layers} == {"dense"}
     with pytest.raises(OptionError, match=r"explain: length=0: expected a positive number"):

@@ -12,6 +12,7 @@ from torch._guards import detect_fake_mode
 
 from hf_posenc.attention.blocks import Blocks, with_parameters
 from hf_posenc.attention.call import Call, Executor
+from hf_posenc.attention.channels import Channels
 from hf_posenc.attention.cpu.fused import Fused
 from hf_posenc.attention.cpu.locality import Local
 from hf_posenc.attention.dense import Dense
@@ -27,7 +28,7 @@ from hf_posenc.scheme import Scheme
 
 _BLOCKS = Blocks()
 # The first that takes a call runs it; the last takes any, and alone returns weights.
-EXECUTORS: tuple[Executor, ...] = (Sdpa(), Triton(), Flex(), Fused(), Local(), _BLOCKS, Dense())
+EXECUTORS: tuple[Executor, ...] = (Sdpa(), Channels(), Triton(), Flex(), Fused(), Local(), _BLOCKS, Dense())
 
 _RECORD: ContextVar[list[str] | None] = ContextVar("record", default=None)
 
@@ -174,8 +175,8 @@ def attend(
             or float mask that broadcasts to `[B, H, Q, K]`. A float mask is added; less than -9,000 hides. A query that
             does not see its own key counts as padding, and its output means nothing.
         need_weights: Also return the weights `[B, H, Q, K]`; takes the dense executor.
-        executor: Force one of `"dense"` (the reference), `"blocks"`, `"sdpa"`, on a CPU `"fused"` and `"locality"`,
-            on a GPU `"flex"` and `"triton"`, where the scheme has it.
+        executor: Force one of `"dense"` (the reference), `"blocks"`, `"sdpa"`, `"channels"`, on a CPU `"fused"` and
+            `"locality"`, on a GPU `"flex"` and `"triton"`, where the scheme has it.
         host: Projects `[B, N, E]` to queries `[B, H, N, D]` and keys `[B, G, N, D]`, for schemes that use the layer's
             own projections.
         query_coords: Float coordinates of the queries `[B|1, Q, n]`, for schemes with axes; `None` gives every token

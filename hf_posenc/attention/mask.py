@@ -44,6 +44,12 @@ class Mask:
         return self.rule == "slots" and self.keep is None and self.bias is None and not self.windowed
 
     @property
+    def pads(self) -> bool:
+        """Whether keys that are padding are hidden, and else only those ahead of a query by slots."""
+        padding = self.keep is not None and self.keep.shape[1:3] == (1, 1)
+        return self.rule == "slots" and padding and self.bias is None and not self.windowed
+
+    @property
     def windowed(self) -> bool:
         return self.window is not None or self.span is not None
 

@@ -1,5 +1,7 @@
 """Plain scaled dot-product attention, for schemes that change only its inputs (rotations, input encodings)."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -36,45 +38,52 @@ class Sdpa(Executor):
         return folded is None or _folds(folded, call)
 
     def run(self, call: Call) -> tuple[Tensor, None]:
-        mask = call.mask
-        if mask.window is None or call.queries <= mask.window or torch.compiler.is_compiling():
-            return self._rows(call), None
-        # So many rows as a window has keys see the keys of two windows.
-        blocks = call.blocks(max(mask.window, _FEWEST_ROWS))
-        return torch.cat([self._rows(call.part(*rows)) for rows in blocks], dim=2), None
-
-    def _rows(self, call: Call) -> Tensor:
-        q, k, v = call.q, call.k, call.v
         folded = call.scheme.folded()
         if folded is not None:
-            q, k, v = folded.of(q, k, v, call.block(None))
-        length = q.shape[2]
-        if call.mask.only_ahead and (length == 1 or not call.mask.ahead):
-            mask, causal = None, False
-            # While torch compiles, `length > 1` is a symbol, which torch's attention does not take for a bool.
-            if length > 1:
-                causal = True
+            q, k, v = folded.of(call.q, call.k, call.v, call.block(None))
+            call = replace(call, q=q, k=k, v=v)
+        return plain(call), None
+
+
+def plain(call: Call) -> Tensor:
+    """Return the output of torch's own function on the operands of a call."""
+    mask = call.mask
+    if mask.window is None or call.queries <= mask.window or torch.compiler.is_compiling():
+        return _rows(call)
+    # So many rows as a window has keys see the keys of two windows.
+    blocks = call.blocks(max(mask.window, _FEWEST_ROWS))
+    return torch.cat([_rows(call.part(*rows)) for rows in blocks], dim=2)
+
+
+def _rows(call: Call) -> Tensor:
+    q, k, v = call.q, call.k, call.v
+    length = q.shape[2]
+    if call.mask.only_ahead and (length == 1 or not call.mask.ahead):
+        mask, causal = None, False
+        # While torch compiles, `length > 1` is a symbol, which torch's attention does not take for a bool.
+        if length > 1:
+            causal = True
+    else:
+        (keep, bias), causal = call.mask.seen(call.positions), False
+        if bias is None:
+            mask = keep
         else:
-            (keep, bias), causal = call.mask.seen(call.positions), False
-            if bias is None:
-                mask = keep
-            else:
-                low = q.new_full((), float("-inf"))
-                mask = bias.to(q.dtype) if keep is None else bias.to(q.dtype).where(keep, low)
-        if not torch.compiler.is_compiling():
-            q, k, v = map(ending, (q, k, v))
-            mask = None if mask is None else ending(mask)
-        output = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            dropout_p=call.dropout,
-            is_causal=causal,
-            scale=call.scale,
-            enable_gqa=k.shape[1] != q.shape[1],
-        )
-        return output.to(call.v.dtype)
+            low = q.new_full((), float("-inf"))
+            mask = bias.to(q.dtype) if keep is None else bias.to(q.dtype).where(keep, low)
+    if not torch.compiler.is_compiling():
+        q, k, v = map(ending, (q, k, v))
+        mask = None if mask is None else ending(mask)
+    output = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=call.dropout,
+        is_causal=causal,
+        scale=call.scale,
+        enable_gqa=k.shape[1] != q.shape[1],
+    )
+    return output.to(call.v.dtype)
 
 
 def touches_the_matrix(scheme: Scheme) -> bool:

@@ -1,9 +1,11 @@
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from hf_posenc.facts import Adaptation
+from hf_posenc.forms import Bias, DistanceTable
 from hf_posenc.operands import Geometry
 from hf_posenc.ops import placed
 from hf_posenc.registry import register_scheme
@@ -46,8 +48,15 @@ class ALiBi(GridBias):
         return self.values(offset.norm(dim=-1), offset.dtype)
 
     def values(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
+        return -self._steepness(distance.device, dtype)[:, None] * distance.abs().to(dtype)
+
+    def _steepness(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         if self.log_slopes is None:
-            slope = placed(self._slopes, distance.device, dtype)
-        else:
-            slope = self.log_slopes.to(distance.device, dtype).exp()
-        return -slope[:, None] * distance.abs().to(dtype)
+            return placed(self._slopes, device, dtype)
+        return self.log_slopes.to(device, dtype).exp()
+
+    def added(self) -> Bias | None:
+        added = super().added()
+        if not isinstance(added, DistanceTable) or not self.geometry.causal:
+            return added
+        return replace(added, slope=lambda device, dtype: self.gated(-self._steepness(device, dtype)))

@@ -153,7 +153,11 @@ class FoX(Scheme):
     def added(self) -> Bias | None:
         if not self.geometry.causal:
             return Bias(self._bias)
-        return KeyBias(self._bias, lambda state: -state[_SUMS].transpose(1, 2))
+        return KeyBias(self._bias, self._products)
+
+    def _products(self, block: Block) -> list[tuple[Tensor | None, Tensor | None]]:
+        own, keys = (state[_SUMS].transpose(1, 2) for state in (block.own, block.state))
+        return [(own, None), (None, -keys)]
 
     def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
         horizon = self.horizon if native_kept else None

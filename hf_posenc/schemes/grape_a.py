@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.facts import Adaptation, Facts
-from hf_posenc.forms import Bias
+from hf_posenc.forms import Bias, KeyBias
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.ops import placed
 from hf_posenc.pictures import Picture
@@ -63,7 +63,12 @@ class GRAPEA(Scheme):
         return -block.distance().abs().to(like)[:, None] * rates
 
     def added(self) -> Bias | None:
-        return Bias(self._bias)
+        return KeyBias(self._bias, self._products) if self.geometry.causal else Bias(self._bias)
+
+    def _products(self, block: Block) -> list[tuple[Tensor | None, Tensor | None]]:
+        rates = block.state[_RATES].transpose(1, 2)  # [B, H, K]
+        query, key = (x.to(rates.device)[:, None] for x in (block.positions.query, block.positions.key))
+        return [(None, rates.double() * key), (query, -rates)]
 
     def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
         return replace(

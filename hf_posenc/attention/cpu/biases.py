@@ -27,13 +27,13 @@ class Piece:
 
     Attributes:
         keys: Slice of the keys.
-        bias: Bias with hidden keys in it, `[B|1, H, q|1, keys]`, float32 or float64. Where a block has several
-            pieces, no row of one is -inf throughout, since the kernel has 0 for the logarithm of its sum.
+        bias: Bias with hidden keys in it, `[B|1, H, q|1, keys]`, float32 or float64; `None` is 0. Where a block has
+            several pieces, no row of one is -inf throughout, since the kernel has 0 for the logarithm of its sum.
         causal: Whether row i sees the first i + 1 of these keys only, and the bias does not say so.
     """
 
     keys: slice
-    bias: Tensor
+    bias: Tensor | None
     causal: bool = False
 
 
@@ -55,16 +55,18 @@ class BlockBias:
         learning_rows: The same in the backward pass.
         inputs: The tensors that it is made of.
         learning: Whether gradients of the inputs are gathered in this pass.
+        by_hand: Whether products are taken without the kernel in this pass, so that the bias must say what is hidden.
         totals: These gradients.
     """
 
     name: ClassVar[str]
     backwards: ClassVar[bool] = False
     cuts: ClassVar[bool] = False
-    rows: ClassVar[int] = 256
+    rows: int = 256
     learning_rows: ClassVar[int] = 64
     inputs: Sequence[Tensor]
     learning: bool
+    by_hand: bool
     totals: Sequence[Tensor | None]
 
     def __init__(self, call: Call) -> None:
@@ -78,7 +80,7 @@ class BlockBias:
     def begin(self: SomeBias, inputs: Sequence[Tensor], wanted: Sequence[bool] = ()) -> SomeBias:
         """Return a copy for one pass, which has its inputs, and gathers the gradients of those that want one."""
         found = copy.copy(self)
-        found.inputs, found.memory, found.learning = inputs, {}, any(wanted)
+        found.inputs, found.memory, found.learning, found.by_hand = inputs, {}, any(wanted), False
         found.prepare(wanted)
         return found
 
@@ -122,9 +124,9 @@ class BlockBias:
         """Return the bias `[B|1, H, q|1, K]` of a block, whose rows run forwards, with the mask in it.
 
         Only next to the diagonal does the causal rule of slots hide anything: there it is left to the kernel, or in
-        the bias where that learns.
+        the bias where that is not used.
         """
-        by_kernel = self.slots and not self.learning
+        by_kernel = self.slots and not self.by_hand
         first = max(block.first, block.start + self.mask.ahead) if self.slots else block.first
         before, diagonal = slice(block.first, first), slice(first, block.keys)
         size = first - block.first
@@ -170,40 +172,30 @@ def _spread(bias: Tensor) -> float:
     return float((bias.amax(dim=-1) - lowest).max())
 
 
-class KeysBias(BlockBias):
-    """A bias of each key `[B|1, H, K]`, less that of the query `[B|1, H, Q]`.
-
-    Softmax does not see that of the query, which is left out, except in its gradient.
-    """
+class Unbiased(BlockBias):
+    """Nothing but the mask, for queries and keys that hold a bias, which may be `steep`, as channels."""
 
     # Rows run forwards: the kernel's own causal rule is cheaper than a mask.
-    name = "key bias"
+    name = "channels"
     cuts = True
+    inputs = ()
 
-    def __init__(self, keys: Tensor, queries: Tensor, call: Call) -> None:
+    def __init__(self, call: Call, *, steep: bool) -> None:
         super().__init__(call)
-        self.inputs = (keys.contiguous(), queries)
+        self.steep = steep
+        self.nothing = torch.zeros((), dtype=call.precise, device=call.device)
+        if self.mask.only_ahead or self.mask.pads:
+            self.rows = self.queries  # at once, since the kernel has blocks of its own
 
     def spread(self) -> float:
-        return _spread(self.inputs[0])
+        return math.inf if self.steep else 0.0
 
     def pieces(self, block: Rows) -> list[Piece]:
-        keys = self.inputs[0]
-        # Small numbers for the keys next to the query: sums of gates over a long text would round their logits. By
-        # steps that smaller blocks of the backward pass share.
-        near = max(0, block.start - block.start % self.rows + self.ahead)
-        bias = keys[..., block.first : block.keys] - keys[..., near : near + 1]
-        return self.split(bias[:, :, None], block)
+        return self.split(self.nothing.expand(1, 1, 1, block.keys - block.first), block)
 
-    def add(self, block: Rows, batch: slice, d_logits: Tensor) -> None:
-        keys, queries = self.totals
-        assert keys is not None
-        assert queries is not None
-        if len(keys) == 1:
-            batch, d_logits = slice(1), over_batch(d_logits)[None]
-        keys[batch, :, block.first : block.keys] += d_logits.sum(2)
-        # Zero but for rounding; the share of it in the keys' gradients cancels where gates are summed up.
-        queries[batch, :, block.start : block.stop] -= d_logits.sum(3)
+    def piece(self, bias: Tensor, block: Rows, keys: slice, *, ruled: bool) -> Piece:
+        nothing = self.mask.only_ahead and not ruled
+        return Piece(keys, None) if nothing else super().piece(bias, block, keys, ruled=ruled)
 
 
 class TableBias(BlockBias):

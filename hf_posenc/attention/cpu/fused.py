@@ -7,6 +7,7 @@ block is a view of a table that overlaps itself, and costs nothing; see `TableBi
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ from torch import Tensor
 
 from hf_posenc.attention.call import FEWEST_QUERIES, Call, Executor
 from hf_posenc.attention.cpu import kernel
-from hf_posenc.attention.cpu.biases import AnyBias, BlockBias, KeysBias, TableBias
+from hf_posenc.attention.cpu.biases import AnyBias, BlockBias, TableBias
 from hf_posenc.attention.cpu.piecewise import PiecewiseBias
 from hf_posenc.attention.cpu.products import ProductsBias
 from hf_posenc.derivatives import first_order
-from hf_posenc.forms import ContentBias, DistanceTable, KeyBias, PiecewiseLinear
+from hf_posenc.forms import ContentBias, DistanceTable, PiecewiseLinear
 from hf_posenc.ops import grouped_matmul
 from hf_posenc.scheme import Scheme
 
@@ -28,7 +29,7 @@ _LOG2_E = math.log2(math.e)
 # Products with numbers too small for the usual form of float32 take many CPUs a hundred times as long: steep slopes
 # and gates would spend nearly all of the backward pass on weights that count for nothing (see `_LEAST`). The kernel
 # does not drop them, so biases that differ by so much (natural logarithms) do without it there.
-_SPREAD = 75.0
+STEEP = 75.0
 # A weight of less than 2 to this is taken for 0 there, also in double precision.
 _LEAST = -64.0
 
@@ -54,19 +55,21 @@ class Fused(Executor):
         # Autocast would make tables in half precision.
         with torch.autocast(call.device.type, enabled=False):
             bias = _bias_of(call)
-            q = bias.moved(call.q)
-        inputs = bias.inputs
-        bias.inputs = ()  # autograd keeps them
-        output: Tensor = _Fused.apply(bias, call.scale, q, call.k, call.v, *inputs)  # type: ignore[no-untyped-call]
-        return output, None
+            return by_kernel(bias, replace(call, q=bias.moved(call.q))), None
+
+
+def by_kernel(bias: BlockBias, call: Call) -> Tensor:
+    """Return the output of a call whose logits get a bias."""
+    inputs = bias.inputs
+    bias.inputs = ()  # autograd keeps them
+    output: Tensor = _Fused.apply(bias, call.scale, call.q, call.k, call.v, *inputs)  # type: ignore[no-untyped-call]
+    return output
 
 
 def _bias_of(call: Call) -> BlockBias:
     """Return the bias in the fastest form that holds it."""
     added = call.scheme.added()
     assert added is not None
-    if isinstance(added, KeyBias) and call.causal:
-        return KeysBias(added.at(call.state), added.at(call.own), call)
     if isinstance(added, ContentBias) and call.causal and call.slots_tell_distances:
         vectors = added.vectors(call.tables)
         if vectors is not None:
@@ -109,7 +112,8 @@ class _Fused(torch.autograd.Function):
         found: Sequence[Tensor | None] = [None] * len(wanted)
         with torch.autocast("cpu", enabled=False):
             bias = ctx.form.begin(inputs, wanted)
-            if bias.learning or bias.spread() > _SPREAD:
+            bias.by_hand = bias.learning or bias.spread() > STEEP
+            if bias.by_hand:
                 found = _own_backward(bias, ctx.scale, [x.to(precise) for x in (q, k, v, lse, grad)], sums)
             else:
                 _kernel_backward(bias, ctx.scale, (q, k, v, output, lse), grad, sums)
@@ -156,9 +160,12 @@ def _own_backward(
             batch = slice(row, min(row + at_once, q.shape[0]))
             q_rows, g_rows, level = (bias.in_order(x[batch, :, rows]) for x in (q, grad, lse))
             k_keys, v_keys = k[batch, :, keys], v[batch, :, keys]
-            # Powers of 2, since torch's exp is slow, and very slow where the result is next to nothing.
-            weights = grouped_matmul(q_rows * (scale * _LOG2_E), k_keys.mT)
+            # Powers of 2, since torch's exp is slow, and very slow where the result is next to nothing. Products are
+            # scaled as a whole, since channels that hold a bias cancel in them.
+            weights = grouped_matmul(q_rows, k_keys.mT).mul_(scale * _LOG2_E)
             for piece in pieces:
+                if piece.bias is None:
+                    continue
                 added = piece.bias[batch] if piece.bias.shape[0] > 1 else piece.bias
                 here = slice(piece.keys.start - block.first, piece.keys.stop - block.first)
                 weights[..., here].add_(added, alpha=_LOG2_E)

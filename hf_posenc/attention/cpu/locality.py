@@ -42,15 +42,11 @@ class Local(Executor):
 
     def computes(self, call: Call) -> bool:
         mask = call.mask
-        padding_only = mask.keep is None or mask.keep.shape[1:3] == (1, 1)
         return (
             call.one_softmax
             # The mask leaves keys in the order of their distance, so that the nearest are the last.
-            and mask.rule == "slots"
+            and (mask.only_ahead or mask.pads)
             and call.causal
-            and padding_only
-            and mask.bias is None
-            and not mask.windowed
             and call.slots_tell_distances
         )
 

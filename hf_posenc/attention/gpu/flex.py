@@ -1,6 +1,5 @@
-"""Schemes that only add a bias, on a GPU: torch compiles a kernel for each form of it (`flex_attention`).
+"""Schemes that only add a bias of the distance, on a GPU: torch compiles a kernel that looks it up (`flex_attention`).
 
-A bias is read element by element from its inputs: a table of distances, or a number per token.
 Hidden blocks of keys are skipped. Without compilation, `flex_attention` builds the whole matrix, so this executor
 needs a compiler; on a CPU, in tests, its graph runs as it was traced.
 """
@@ -19,7 +18,7 @@ from hf_posenc.attention.call import Call
 from hf_posenc.attention.gpu.trial import CompiledExecutor
 from hf_posenc.attention.once import Once
 from hf_posenc.derivatives import ending
-from hf_posenc.forms import Bias, DistanceTable, KeyBias, PiecewiseLinear
+from hf_posenc.forms import Bias, DistanceTable, PiecewiseLinear
 from hf_posenc.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -39,80 +38,58 @@ _MASKS: Once[BlockMask] = Once(size=32)
 
 
 class Flex(CompiledExecutor):
-    """A compiled kernel for each form of a bias. No tensor of size Q x K exists, except a mask that is given as one.
+    """A compiled kernel that reads a table of distances.
 
-    Queries that see no key get zeros. Gradients of tables are added up in no fixed order.
+    No tensor of size Q x K exists, except a mask that is given as one. Queries that see no key get zeros. Gradients of
+    tables are added up in no fixed order.
     """
 
     name = "flex"
 
     def structure(self, scheme: Scheme) -> Bias | None:
         added = scheme.added()
-        return added if isinstance(added, (DistanceTable, KeyBias, PiecewiseLinear)) else None
+        return added if isinstance(added, (DistanceTable, PiecewiseLinear)) else None
 
     def computes(self, call: Call) -> bool:
         added = call.scheme.added()
-        # Straight pieces are a table where the weight of the queries is the same. They and sums of gates look back.
-        table = not isinstance(added, PiecewiseLinear) or call.reach < added.constant_below()
-        table = table and (isinstance(added, DistanceTable) or call.causal)
+        # Straight pieces are a table where the weight of the queries is the same. They look back.
+        table = not isinstance(added, PiecewiseLinear) or (call.causal and call.reach < added.constant_below())
         return super().computes(call) and table and call.q.shape[-1] >= _NARROWEST
 
-    def form(self, call: Call) -> str:
-        return "key bias" if isinstance(call.scheme.added(), KeyBias) else "distance table"
-
     def run(self, call: Call) -> tuple[Tensor, None]:
-        device, added = call.device.type, call.scheme.added()
+        device = call.device.type
         with torch.autocast(device, enabled=False), torch._dynamo.config.patch(recompile_limit=_VARIANTS):
-            if isinstance(added, KeyBias):
-                inputs, run = _of_keys(added, call), _compiled(_add_of_keys, device)
-            else:
-                assert isinstance(added, (DistanceTable, PiecewiseLinear))
-                inputs, run = _of_table(added, call), _compiled(_add_of_table, device)
+            *places, table = _of_table(call)
             # torch 2.13 drops the gradients of captured tensors that are views.
-            captured = [ending(x).clone() if x.requires_grad else x for x in inputs]
+            table = ending(table).clone() if table.requires_grad else table
             q, k, v = map(ending, (call.q, call.k, call.v))
-            return run(q, k, v, _block_mask(call), call.scale, *captured), None
+            return _compiled(device)(q, k, v, _block_mask(call), call.scale, *places, table), None
 
 
 @functools.cache
-def _compiled(function: Callable[..., Tensor], device: str) -> Callable[..., Tensor]:
-    """Return a function compiled as a whole: without a kernel it raises, rather than build the matrix unseen."""
-    return torch.compile(function, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
-
-
-# -- what is compiled ------------------------------------------------------------------------------------------------
-#
-# Operands and all that a bias is made of are arguments, so that one graph serves every call. Distances are not below
-# 0 but for keys that are hidden, or where what is given makes up for it. Each input that learns is read at one place:
-# torch gives several no gradient.
-
-
-# `where` holds queries, keys, values, a mask by blocks, and the scale.
-
-
-def _add_of_table(*given: Any) -> Tensor:
-    *where, queries, keys, table = given
-
-    def score(logit: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Any:
-        return logit + table[h, (queries[b, i] - keys[b, j]).clamp(min=0)]
-
-    return _attention(score, *where)
-
-
-def _add_of_keys(*given: Any) -> Tensor:
-    *where, of_queries, of_keys = given
-
-    def score(logit: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Any:
-        # Both are large, and their difference is not.
-        return logit + (of_keys[b, h, j] - of_queries[b, h, i])
-
-    return _attention(score, *where)
+def _compiled(device: str) -> Callable[..., Tensor]:
+    """Return attention compiled as a whole: without a kernel it raises, rather than build the matrix unseen."""
+    return torch.compile(_attention, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
 
 
 def _attention(
-    score: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_mask: BlockMask | None,
+    scale: float,
+    queries: Tensor,
+    keys: Tensor,
+    table: Tensor,
 ) -> Tensor:
+    """Return the output. Operands and all that the bias is made of are arguments, so that one graph serves every call.
+
+    Distances are not below 0 but for keys that are hidden, or where what is given makes up for it.
+    """
     from torch.nn.attention.flex_attention import flex_attention
+
+    def score(logit: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Any:
+        return logit + table[h, (queries[b, i] - keys[b, j]).clamp(min=0)]
 
     output = flex_attention(
         q, k, v, score_mod=score, block_mask=block_mask, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
@@ -121,7 +98,7 @@ def _attention(
     return output
 
 
-# -- what biases are made of -----------------------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------------------------------
 
 
 def _places(call: Call, shift: int = 0) -> tuple[Tensor, Tensor]:
@@ -131,18 +108,17 @@ def _places(call: Call, shift: int = 0) -> tuple[Tensor, Tensor]:
     return (query + shift).expand(batch, -1), key.expand(batch, -1)
 
 
-def _of_table(added: DistanceTable | PiecewiseLinear, call: Call) -> tuple[Tensor, ...]:
+def _of_table(call: Call) -> tuple[Tensor, ...]:
+    """Return positions of queries and keys, and the table in which their difference is looked up."""
+    added = call.scheme.added()
     low = 0 if call.causal else -call.reach
     distance = torch.arange(low, call.reach + 1, device=call.device)
     if isinstance(added, DistanceTable):
         table = added.at(distance, torch.float32)
     else:
+        assert isinstance(added, PiecewiseLinear)
         table = added.table(distance, call.positions.query[:1, :1], torch.float32)
     return (*_places(call, shift=-low), table)
-
-
-def _of_keys(added: KeyBias, call: Call) -> tuple[Tensor, ...]:
-    return tuple(added.at(state).float().expand(len(call.q), -1, -1) for state in (call.own, call.state))
 
 
 # -- masks -----------------------------------------------------------------------------------------------------------
