@@ -43,6 +43,8 @@ NEAR = "near"
 # Held-out windows by context, and sequences of each of the other measures by length.
 WINDOWS = {128: 64, 512: 64, 2048: 16, 8192: 4, 16_384: 4, 32_768: 2}
 SEQUENCES = {128: 32, 512: 32, 2048: 16}
+# Tokens of the windows of a run.
+LENGTH = 1024
 # Measures besides perplexity.
 ABILITIES = ("copy", "recall")
 
@@ -163,7 +165,7 @@ def converted(row: Row, arguments: argparse.Namespace) -> dict[str, Any]:
     folder = arguments.runs / re.sub(r"\W+", "-", row.name)
     changes = [
         *(f"model={arguments.model}", f"data.source={arguments.train}", f"data.held_out={arguments.held_out}"),
-        *("training.length=512", f"training.steps={max(1, arguments.tokens // 6 // 512)}"),
+        *(f"training.length={LENGTH}", f"training.steps={max(1, arguments.tokens // 6 // LENGTH)}"),
         # What is recorded is measured afterwards, for all rows alike.
         *(f"training.seed={row.seed}", "evaluation.contexts=[128]", "evaluation.windows=2"),
         *row.changes,
@@ -179,7 +181,7 @@ def converted(row: Row, arguments: argparse.Namespace) -> dict[str, Any]:
     stages = read_recipe(folder / "recipe.yaml").stages()
     return {
         "changes": [*row.changes, *arguments.changes],
-        "tokens": {name: stage.steps * stage.batch_size * (stage.length or 512) for name, stage in stages.items()},
+        "tokens": {name: stage.steps * stage.batch_size * (stage.length or LENGTH) for name, stage in stages.items()},
         "minutes": round((usage.ru_utime + usage.ru_stime) / 60, 1),
         "peak": round(usage.ru_maxrss / 2**20, 2),
         "measured": in_a_process(folder / "model", arguments),

@@ -36,10 +36,10 @@ WINDOW = 1024
 _LENGTH = 512
 # Width from which a model is no toy.
 _REAL = 512
-# Tokens of an attention transfer, and of its windows; positions that these show by skipping some, in lengths of them;
-# the share of windows that repeat themselves; and tokens of the transfer for each token of the training
+# Tokens of an attention transfer; positions that its windows show by skipping some, in lengths of them; the share of
+# windows that repeat themselves; and tokens of the transfer for each token of the training
 # (benchmarks/results/README.md).
-_TRANSFER, _TRANSFER_WINDOW, _TRANSFER_REACH, _REPEAT, _TRANSFER_SHARE = 250_000, 512, 16, 0.4, 5
+_TRANSFER, _TRANSFER_REACH, _REPEAT, _TRANSFER_SHARE = 250_000, 8, 0.4, 5
 # Tokens of a run for each token of the longest windows to measure on: three measurements then read about as many tokens
 # as the run, and only forward. The length that an extension is for is measured if they read three times as many.
 _MEASURED = 2
@@ -358,10 +358,6 @@ def _transfer_steps(case: Case) -> int:
     return max(1, min(_TRANSFER, most) // (case.facts.processes * case.transfer_window))
 
 
-def _transfer_length(case: Case) -> int | None:
-    return _TRANSFER_WINDOW if case.transfers and case.length > _TRANSFER_WINDOW else case.recipe.transfer.length
-
-
 def _transfer_skip_to(case: Case) -> int | None:
     far = min(case.facts.own, _TRANSFER_REACH * case.transfer_window)
     can = case.transfers and case.recipe.data.packing != "documents" and far > case.transfer_window
@@ -456,7 +452,6 @@ RULES: dict[str, Callable[[Case], Any]] = {
     "training.precision": lambda case: case.facts.precision,
     "training.length": _length,
     "training.batch_size": _batch_size,
-    "transfer.length": _transfer_length,
     "transfer.skip_to": _transfer_skip_to,
     "transfer.repeat": lambda case: _REPEAT if case.transfers else case.recipe.transfer.repeat,
     "transfer.steps": _transfer_steps,

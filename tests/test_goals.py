@@ -174,11 +174,13 @@ def test_a_model_of_real_size_begins_with_the_attention_transfer(monkeypatch: py
         return transfer.steps, transfer.batch_size
 
     whole = read_recipe("swap", ["model=here", "data=builtin", "scheme=kerple"], config=config)
-    assert (whole.transfer.length, whole.transfer.skip_to) == (512, 1024)
-    assert size() == (250_000 // 512, 1)
-    # A fifth of its tokens follow in the training, in windows of twice the length.
-    assert (whole.training.steps, whole.training.batch_size) == (250_000 // 512 // 10, 1)
-    assert size("steps=4") == (4 * 2 * 5, 1)
+    assert (whole.transfer.length, whole.transfer.skip_to, whole.transfer.repeat) == (None, None, 0.4)
+    assert size() == (250_000 // 1024, 1)
+    # A fifth of its tokens follow in the training.
+    assert (whole.training.steps, whole.training.batch_size) == (250_000 // 1024 // 5, 1)
+    assert size("steps=4") == (4 * 5, 1)
+    short = read_recipe("swap", ["model=here", "data=builtin", "scheme=kerple", "transfer.length=64"], config=config)
+    assert (short.transfer.steps, short.transfer.skip_to) == (250_000 // 64, 512)
     assert size("native=keep") == size("fit=native") == size("transfer.steps=0") == (0, None)
     assert size(scheme="kerple+gated_output") == size()
     assert read("llama", "swap", "scheme=kerple").transfer.steps == 0
@@ -188,7 +190,7 @@ def test_a_model_of_real_size_begins_with_the_attention_transfer(monkeypatch: py
     with pytest.raises(RecipeError, match=r"length is '0'.*greater than or equal to 2"):
         size("length=0")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert size("steps=4") == (4 * 2 * 5, 4)  # one window for each process
+    assert size("steps=4") == (4 * 5, 4)  # one window for each process
 
 
 def test_extending_takes_what_the_native_encoding_has() -> None:
