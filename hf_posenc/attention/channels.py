@@ -7,6 +7,7 @@ that every kernel multiplies without rounding. The channels stand before all oth
 large numbers of query and key cancel, they do so before the small ones are added.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -119,8 +120,9 @@ def products(call: Call) -> list[Product]:
 def spread(found: Sequence[Product]) -> float:
     """Return the largest difference between the biases of keys, for the last query."""
     with torch.no_grad():
-        terms = ((1 if x is None else x[..., -1:]) * (1 if y is None else y) for x, y in found)
-        total = sum(terms, torch.zeros(1))
+        one = torch.ones(1, 1, 1)
+        terms = ((one if x is None else x[..., -1:]) * (one if y is None else y) for x, y in found)
+        total = functools.reduce(torch.add, terms)
         return float((total.amax(-1) - total.amin(-1)).max())
 
 
@@ -142,7 +144,7 @@ def widened(call: Call, found: Sequence[Product]) -> Call:
         if repeats > 1 and y.shape[1] > 1:
             # A channel for each head of a group, which the others do not look at.
             mine = torch.eye(repeats, dtype=q.dtype, device=q.device).repeat(k.shape[1], 1)
-            x, y = x * mine[:, None], y.unflatten(1, (-1, repeats)).squeeze(-1).mT
+            x, y = x * mine[:, None], y.reshape(len(y), -1, repeats, k.shape[2]).mT
         of_queries.append(x)
         of_keys.append(y.expand(-1, k.shape[1], -1, -1))
     width = q.shape[-1] + sum(x.shape[-1] for x in of_queries)
