@@ -28,7 +28,7 @@ from hf_posenc.scheme import Scheme
 # The factors of a product, `[B|1, H|1, Q]` of queries and `[B|1, H|1, K]` of keys; `None` is 1. See `KeyBias`.
 Product: TypeAlias = tuple[Tensor | None, Tensor | None]
 
-# Kernels want widths that are multiples of this.
+# Kernels of a GPU want widths that are multiples of this.
 _STEP = 8
 # The widest heads that fast kernels of GPUs take.
 _WIDEST = 256
@@ -127,7 +127,7 @@ def spread(found: Sequence[Product]) -> float:
 
 
 def widened(call: Call, found: Sequence[Product]) -> Call:
-    """Return the call on queries, keys and values with channels for these products, and zeros up to a good width."""
+    """Return the call on queries, keys and values with channels for these products. Values get as many zeros."""
     q, k, v = call.q, call.k, call.v
     # What a part must not have more bits than.
     grain = torch.bfloat16 if q.dtype == torch.float32 and call.device.type != "cpu" else q.dtype
@@ -148,7 +148,7 @@ def widened(call: Call, found: Sequence[Product]) -> Call:
         of_queries.append(x)
         of_keys.append(y.expand(-1, k.shape[1], -1, -1))
     width = q.shape[-1] + sum(x.shape[-1] for x in of_queries)
-    room = -width % _STEP
+    room = 0 if call.device.type == "cpu" else -width % _STEP
     zero = q.new_zeros(())
     q = torch.cat((*of_queries, q, zero.expand(*q.shape[:3], room)), dim=-1)
     k = torch.cat((*of_keys, k, zero.expand(*k.shape[:3], room)), dim=-1)

@@ -50,6 +50,7 @@ class BlockBias:
     Attributes:
         name: Name of the form.
         backwards: Whether the last query of a block comes first.
+        in_channels: Whether queries and keys hold it themselves.
         cuts: Whether it leaves out the keys of a block that lie before a window.
         rows: Rows of a block that are best made at once.
         learning_rows: The same in the backward pass.
@@ -61,6 +62,7 @@ class BlockBias:
 
     name: ClassVar[str]
     backwards: ClassVar[bool] = False
+    in_channels: ClassVar[bool] = False
     cuts: ClassVar[bool] = False
     rows: int = 256
     learning_rows: ClassVar[int] = 64
@@ -177,7 +179,7 @@ class Unbiased(BlockBias):
 
     # Rows run forwards: the kernel's own causal rule is cheaper than a mask.
     name = "channels"
-    cuts = True
+    in_channels = cuts = True
     inputs = ()
 
     def __init__(self, call: Call, *, steep: bool) -> None:

@@ -160,9 +160,12 @@ def _own_backward(
             batch = slice(row, min(row + at_once, q.shape[0]))
             q_rows, g_rows, level = (bias.in_order(x[batch, :, rows]) for x in (q, grad, lse))
             k_keys, v_keys = k[batch, :, keys], v[batch, :, keys]
-            # Powers of 2, since torch's exp is slow, and very slow where the result is next to nothing. Products are
-            # scaled as a whole, since channels that hold a bias cancel in them.
-            weights = grouped_matmul(q_rows, k_keys.mT).mul_(scale * _LOG2_E)
+            # Powers of 2, since torch's exp is slow, and very slow where the result is next to nothing.
+            if bias.in_channels:
+                # Rounding queries would keep large channels from cancelling.
+                weights = grouped_matmul(q_rows, k_keys.mT).mul_(scale * _LOG2_E)
+            else:
+                weights = grouped_matmul(q_rows * (scale * _LOG2_E), k_keys.mT)
             for piece in pieces:
                 if piece.bias is None:
                     continue
