@@ -255,7 +255,7 @@ def _name(model_type: str) -> str:
     """Return the name of a family, which a module can have. The text part of a composite has the name of that."""
     name = re.sub(r"\W", "_", model_type)
     short = name.removesuffix("_text")
-    return short if short in CONFIG_MAPPING._mapping else name  # type: ignore[attr-defined]
+    return short if short in CONFIG_MAPPING._mapping else name
 
 
 # Configs that no `Auto` class knows, by the name of their family, with the module of their models.
@@ -325,7 +325,7 @@ def _unsharded(kind: type) -> type:
     return next(base for base in kind.__mro__ if not any(part.__module__.startswith(sharding) for part in base.__mro__))
 
 
-def _of(kind: type | None, config: type | None, what: str) -> Architecture:
+def _of(kind: Any, config: Any, what: str) -> Architecture:
     plugins.load_installed()
     for architecture in _ARCHITECTURES.values():
         if kind in architecture.twins or kind in architecture.twins.values():

@@ -54,7 +54,6 @@ from hf_posenc.patches.rotary import changed_at, later_frequencies, of_kind
 
 # Fields of configs that name the activation.
 _ACTIVATIONS = ("hidden_activation", "hidden_act", "activation", "activation_function", "dense_act_fn")
-_ACTIVATIONS += ("activation_fn", "act_fn", "mlp_hidden_act", "afn")
 
 
 class RotaryBody(PosencBody):
@@ -463,7 +462,7 @@ def add_family(name: str, namespace: dict[str, Any], kind: type[Family] | None =
             add(model, head, config_class=config)
     for stock, (mixin, attributes) in kind.holders(code).items():
         add(stock, mixin, **attributes)
-    parts = {"attention": code.attention, "layer": code.layer, "body": code.body, "rotary": code.rotary}
+    parts: dict[str, Any] = {"attention": code.attention, "layer": code.layer, "body": code.body, "rotary": code.rotary}
     parts |= {"name": name, "causal": causal, "twins": {**twins, **kind.shared}}
     made: Family = type(f"{name.title().replace('_', '')}Family", (kind,), parts)()
     register_architecture(made)
@@ -500,7 +499,7 @@ class Code:
             known = vars(importlib.import_module(path)).values()
         except ImportError as error:
             lacks(f"cannot be imported ({error})")
-        kinds = (kind for kind in known if isinstance(kind, type) and issubclass(kind, PreTrainedModel))
+        kinds: Any = (kind for kind in known if isinstance(kind, type) and issubclass(kind, PreTrainedModel))
         models: list[Any] = [
             kind
             for kind in dict.fromkeys(kinds)

@@ -110,7 +110,7 @@ def grid_coords(rows: int, columns: int, device: torch.device, first: int = 1) -
     return torch.cat((patches.new_zeros(1, first, 2), patches), dim=1)
 
 
-def embeddings_of(body: nn.Module) -> Any:
+def embeddings_of(body: Any) -> Any:
     return next((module for module in body.modules() if any(hasattr(module, name) for name in TABLES)), None)
 
 
@@ -135,7 +135,7 @@ def sizes(config: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     pairs = [(each, each) if isinstance(each, int) else tuple(each or ()) for each in found]
     if any(len(pair) != 2 for pair in pairs):
         refuse_images(type(config), f"state sizes of patches and images of {found[0]} and {found[1]}")
-    return pairs[0], pairs[1]  # type: ignore[return-value]
+    return pairs[0], pairs[1]
 
 
 def refuse_images(kind: type, why: str) -> NoReturn:
