@@ -114,6 +114,9 @@ class Composite(Scheme):
         found = [bias for part in acting if (bias := part.added()) is not None]
         return total(found) if found and len(found) == len(acting) else None
 
+    def sink(self) -> Tensor | None:
+        return next((part for part in self.schemes() if part.overrides("weigh")), self.base).sink()
+
     def overrides(self, seam: str) -> bool:
         return any(part.overrides(seam) for part in self.schemes())
 

@@ -263,6 +263,10 @@ class FastForms:
         """
         return None
 
+    def sink(self) -> Tensor | None:
+        """Return a logit per head, `[H]`, that takes part in the softmax for no key; `None` if `weigh` does more."""
+        return None
+
     def key_scan(self) -> KeyScan | None:
         """Return the form of `score`, `weigh` and `mix` as one pass over the keys that GPU kernels know, in causal
         layers."""

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 Direction = Literal["causal", "bidirectional"]
 
 # The part of the model that each seam changes, for messages.
-_CHANGED = {
+CHANGED = {
     "embed": "the input of the first layer",
     "project": "queries, keys or values",
     "recall": "cached keys",
@@ -202,7 +202,7 @@ class Scheme(FastForms, nn.Module, metaclass=_Started):
         """
         if self.is_silent():
             return Nothing()
-        changed = ", ".join(what for seam, what in _CHANGED.items() if self.overrides(seam))
+        changed = ", ".join(what for seam, what in CHANGED.items() if self.overrides(seam))
         raise ExportError(f"changes {changed or 'the model'} in a way for which stock models have no weights")
 
     def options(self) -> dict[str, Any]:

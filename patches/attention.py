@@ -25,6 +25,8 @@ from hf_posenc.scheme import Scheme
 # "eager" is the dense reference; under "sdpa" the executor is chosen by what the scheme needs. Models whose stock
 # classes have nothing but "eager" (softcaps, sinks) choose too.
 BACKENDS = ("eager", "sdpa")
+# Those of servers, whose own checks admit a model: without them, a forward raises.
+_SERVERS = ("vllm", "paged|eager", "paged|sdpa")
 
 # The name under which a cache keeps keys without the model's own rotation.
 CONTENT = "content"
@@ -33,8 +35,12 @@ CONTENT = "content"
 CONTEXT = "posenc"
 
 
-def check_backend(name: str | None) -> None:
-    if name is not None and name not in BACKENDS:
+def check_backend(name: str | None, *, chosen: bool = False) -> None:
+    """Raise for an attention implementation that would ignore schemes.
+
+    One that is `chosen`, and not running yet, may be that of a server.
+    """
+    if name is not None and name not in BACKENDS and not (chosen and name in _SERVERS):
         raise AttentionBackendError(
             # Callers look for this beginning of transformers' own message.
             f'Specified `attn_implementation="{name}"` is not supported: it would ignore the positional scheme. Use '
@@ -110,7 +116,8 @@ class PosencAttention(Mixin):
         assert inputs is not None
         if context.strength != 1:
             scheme = Blended(scheme, context.strength)
-        operands, past = layer.operands or self.project_heads(layer.hidden), {}
+        operands: Any = layer.operands or self.project_heads(layer.hidden)
+        past = {}
         if layer.cache is not None:
             assert layer.index is not None
             past = token_cache.past(layer.cache, layer.index, operands[0].device)
@@ -123,6 +130,10 @@ class PosencAttention(Mixin):
             common=common,
             host=lambda x: self.project_heads(x)[:2],
         )
+        if layer.outside is not None:
+            there = scheme.project(tokens, *operands)
+            turned = (there.q, there.k) if layer.rotate is None or not kept else layer.rotate(there.q, there.k)
+            return scheme.finish(layer.outside(*turned, there.v), layer.hidden), None
         call = Call.of(
             scheme,
             tokens,
@@ -200,6 +211,7 @@ class LayerCall:
             projection.
         operands: Queries, keys and values, if they are projected already; `None` calls `project_heads`.
         window: The model's own distance from which keys are hidden; `None` hides none.
+        outside: Attention of a server, given queries, keys and values as they are cached; `None` is ours.
     """
 
     context: Context
@@ -216,6 +228,7 @@ class LayerCall:
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    outside: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def visible(self, inputs: Inputs, q: Tensor, k: Tensor, positions: Positions, window: int | None) -> Mask:
         """Return which keys are visible, cached ones included, given the window of the scheme."""

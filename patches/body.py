@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
+from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_posenc.blend import Blended
-from hf_posenc.errors import DirectionError, OptionError
+from hf_posenc.errors import DirectionError, OptionError, PositionError
 from hf_posenc.operands import LARGEST_COUNT, check_coords
 from hf_posenc.patches import cache as token_cache
 from hf_posenc.patches.attention import CONTEXT, PosencAttention, arguments_of, check_backend
@@ -65,6 +66,8 @@ class PosencBody(Switch):
     posenc_arguments: ClassVar[tuple[str, ...]]
     # Whether the stock forward tells the attention function that it is causal; else the attention modules say so.
     posenc_causal: ClassVar[bool] = False
+    # Whether a server was admitted that attends by itself, see `serving`.
+    posenc_outside: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -81,6 +84,8 @@ class PosencBody(Switch):
             token_cache.check_disabled(token_cache.cache_of(call))
             call = {name: value for name, value in call.items() if name not in (REAL, COORDS)}
             return super().forward(**call, **{CONTEXT: Context(None, Native())})  # type: ignore[misc]
+        if self.posenc_outside or isinstance(token_cache.cache_of(call), PagedAttentionCache):
+            return self.run(self.prepare_outside(call))
         check_backend(self.config._attn_implementation)
         check_tensors(call)
         self.check_keywords(call)
@@ -90,6 +95,18 @@ class PosencBody(Switch):
         if context is not None and context.inputs is not None and context.inputs.packed is not None:
             token_cache.mark_packed(output)
         return output
+
+    def prepare_outside(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the stock forward for a server: one row of tokens, with the position of each."""
+        ids, embeds, given = call.get("input_ids"), call.get("inputs_embeds"), self.given_positions(call)
+        if call.get(COORDS) is not None or given is None:
+            raise PositionError(
+                "Got a call of a server with coordinates or without position_ids; expected these alone."
+            )
+        tokens: Any = ids if embeds is None else embeds
+        request = Request(tokens.shape[0], tokens.shape[1], tokens.device, given=given)
+        context = replace(self.context(call, self.inputs_of(call, request, None)), outside=True)
+        return self.hand_down(self.embed(call, context), context)
 
     def check_keywords(self, call: Mapping[str, Any]) -> None:
         """Raise if a keyword would go through all modules to the attention function, and change what that computes."""
@@ -146,11 +163,7 @@ class PosencBody(Switch):
         if request.may_be_packed():
             inputs = self.keep_apart(call, request, inputs)
         context = self.context(call, inputs)
-        if self.embedders() and _EMBEDDED in self.posenc_arguments:
-            if embeds is None:
-                embeds = self.get_input_embeddings()(call.pop("input_ids"))
-            call["inputs_embeds"] = self.embedded(embeds, context)
-        return self.hand_down(call, context)
+        return self.hand_down(self.embed(call, context), context)
 
     def inputs_of(self, call: dict[str, Any], request: Request, coords: Tensor | None) -> Inputs:
         counted = None if request.placed else self.counted_positions(call, request.past)
@@ -186,6 +199,15 @@ class PosencBody(Switch):
         """Return the schemes that act on the input of the first layer."""
         shared: Any = self._modules.get(SHARED)
         return [] if shared is None else [scheme for scheme in shared.schemes() if scheme.overrides("embed")]
+
+    def embed(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
+        """Return the arguments of a forward, with embeddings of the tokens if these schemes change them."""
+        if self.embedders() and _EMBEDDED in self.posenc_arguments:
+            inputs = call.get(_EMBEDDED)
+            if inputs is None:
+                inputs = self.get_input_embeddings()(call.pop("input_ids"))
+            call[_EMBEDDED] = self.embedded(inputs, context)
+        return call
 
     def embedded(self, inputs: Tensor, context: Context) -> Tensor:
         """Return what these schemes make of the embeddings of the tokens, `[B, S, E]`."""

@@ -135,6 +135,7 @@ class Context:
         dense: Whether the dense reference runs, which gives weights.
         carried: State that the layers of each group hand on, by group; filled between layers, never inside one.
         passage: The state inside of a layer that carries some.
+        outside: Whether a server attends, which has the earlier keys.
     """
 
     inputs: Inputs | None
@@ -144,6 +145,7 @@ class Context:
     dense: bool = False
     carried: dict[int, Tensor | None] = field(default_factory=dict)
     passage: Passage | None = None
+    outside: bool = False
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Context:
         """Move what belongs to the tokens, as accelerate does with all inputs of a layer on another device."""

@@ -41,6 +41,7 @@ from hf_posenc.patches.context import (
     stated_samples,
 )
 from hf_posenc.patches.record import NativeSetting
+from hf_posenc.patches.serving.outside import layers_for
 from hf_posenc.patches.surgery import Sites
 from hf_posenc.scheme import Scheme
 
@@ -148,7 +149,7 @@ class PosencModel:
         return stock.__name__
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        check_backend(requested_attention)
+        check_backend(requested_attention, chosen=True)
         chosen: str = super().get_correct_attn_implementation(requested_attention, is_init_check)  # type: ignore[misc]
         return chosen
 
@@ -263,11 +264,13 @@ class PosencGenerator(PosencModel, Mixin):
     """Mixin of patched models that generate."""
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: the pages of its cache have no room for positions."""
-        raise CacheError(
-            "Patched models do not run with continuous batching: the pages of its cache have no room for positions. "
-            "Use generate with a batch."
-        )
+        """Start it as `ContinuousMixin` does, if all schemes leave attention itself alone.
+
+        Raises:
+            AttentionBackendError: One does not: the pages of its cache hold keys and values, and nothing else.
+        """
+        layers_for(self, "The continuous batching of transformers")
+        return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
 
     def generate(
         self, inputs: Tensor | None = None, *args: Any, position_coords: Tensor | None = None, **kwargs: Any

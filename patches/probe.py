@@ -56,12 +56,15 @@ def _attention_function(
         then, attention_mask = attention_mask.then, attention_mask.mask
     if then is not None:
         return then(query, key, value, attention_mask, **keywords)
+    return _users_function(module)(module, query, key, value, attention_mask, **keywords)
+
+
+def _users_function(module: nn.Module) -> _Then:
     stock = getattr(type(module), "posenc_stock", type(module))
     eager = inspect.getmodule(stock).eager_attention_forward  # type: ignore[union-attr]
     config = vars(module)["config"]
     config = config.stock if isinstance(config, FamilyConfig) else config
-    chosen = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
-    return cast(tuple[Tensor, Tensor | None], chosen(module, query, key, value, attention_mask, **keywords))
+    return cast(_Then, ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager))
 
 
 ALL_ATTENTION_FUNCTIONS.register(_FUNCTION, _attention_function)
@@ -114,7 +117,7 @@ class FamilyAttention(PosencAttention):
         vars(self)["config"] = config
 
     def attend(self, context: Context, hidden: Tensor, call: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        cache = None if self.posenc_cache is None else call.get(self.posenc_cache)
+        cache: Any = None if self.posenc_cache is None else call.get(self.posenc_cache)
         causal = self.posenc_causal or self.is_causal
         rotation, rotate = context.native.rotation.get(self.posenc_kind, call.get("position_embeddings")), None
         if rotation is not None and self.posenc_rotates:
@@ -138,6 +141,15 @@ class FamilyAttention(PosencAttention):
         ) -> tuple[Tensor, Tensor | None]:
             if is_causal is not None and query.shape[2] > 1 and bool(is_causal) != causal:
                 refuse(self.posenc_stock, f"says to the attention function is_causal={is_causal} and is not")
+
+            def outside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                given = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+                given = {name: value for name, value in given.items() if value is not None}
+                if cache is not None:  # Else the function fills it.
+                    k, v = cache.update(k, v, self.layer_idx, kwargs=keywords)
+                output = _users_function(self)(self, q, k, v, mask, scaling=scaling, **given, **keywords)[0]
+                return output.reshape(q.shape[0], q.shape[2], q.shape[1], -1).transpose(1, 2)
+
             layer = LayerCall(
                 context,
                 hidden,
@@ -145,7 +157,8 @@ class FamilyAttention(PosencAttention):
                 causal=causal,
                 scale=scaling,
                 dropout=dropout,
-                cache=cache,
+                outside=outside if context.outside else None,
+                cache=None if context.outside else cache,
                 index=getattr(self, "layer_idx", None),  # models without a cache do not number their layers
                 upcast=getattr(self, "reorder_and_upcast_attn", False) and context.dense,
                 rotate=rotate,

@@ -268,6 +268,7 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
         (altered(lambda m: m.set_attn_implementation("flex_attention")), to("alibi"),
             '"flex_attention" ... set_attn_implementation(\'sdpa\')'),
         (alibi, lambda m: m.set_attn_implementation("flex_attention"), "\"flex_attention\" ... 'eager'"),
+        (alibi, lambda m: m.generate_batch([[1, 2, 3]]), "alibi (layer 0) changes the logits ... Use model.generate"),
     ],
     errors.ShapeError: [
         (patched(llama, "nope"), run(attention_mask=FOUR_D), "(2, 1, 7, 6) ... [2, 4, 7, 7]"),
@@ -292,7 +293,6 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
             decoder_input_ids=IDS), "QuantisedLayer ... dynamic or a static cache"),
         (alibi, with_cache(lambda: llama()(IDS, use_cache=True)[CACHE]),
             "holds 7 tokens without their positions ... Start with an empty cache"),
-        (alibi, lambda m: m.generate_batch([[1, 2, 3]]), "continuous batching ... Use generate with a batch"),
         (alibi, tune_prefix, "holds 2 tokens ... PEFT's prefix tuning ... use prompt tuning"),
         (patched(llama, "fox_pro", shift_history=2), take_too_much_back, "Cannot take 3 tokens back ... shift_history"),
     ],

@@ -38,5 +38,8 @@ class AttentionSinks(Scheme):
         share = torch.sigmoid(seen.logsumexp(-1, keepdim=True) - self.sinks.to(logits)[:, None, None])
         return softmax_of_seen(logits, block.keep) * share
 
+    def sink(self) -> Tensor:
+        return self.sinks
+
     def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
         return replace(super().facts(native_kept=native_kept, element=element), sums_to_one=False)

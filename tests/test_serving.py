@@ -1,0 +1,188 @@
+"""Servers that attend by themselves: transformers' continuous batching, run; and what is told to vLLM."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from grid import once
+from models import moved, stacks_for, stock, tokens
+from torch import Tensor, nn
+from transformers import GenerationConfig, LlamaForCausalLM
+from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import hf_posenc
+from hf_posenc.errors import AttentionBackendError, PositionError
+from hf_posenc.patches.serving.outside import layers_for, terms_of
+from hf_posenc.patches.surgery import SHARED
+
+SERVER = "A server"
+BOTH = frozenset({"slopes", "sinks"})
+
+
+def admitted(model: Any, takes: frozenset[str] = frozenset()) -> bool:
+    try:
+        layers_for(model, SERVER, takes)
+    except AttentionBackendError:
+        return False
+    return True
+
+
+# What is between the logits and the output is a server's own, and it keeps nothing but keys and values.
+SERVED = [
+    name
+    for name, info in hf_posenc.schemes().items()
+    if not any(getattr(info.cls, seam) is not getattr(hf_posenc.Scheme, seam) for seam in ("score", "weigh", "mix"))
+    and name not in ("path", "selective_rope", "tape")
+]
+
+
+def converted(architecture: str, scheme: str, **options: Any) -> Any:
+    model = stock(architecture)
+    return moved(hf_posenc.patch(model, scheme, **stacks_for(architecture, scheme), **options), size=0.2)
+
+
+def continued_in_batches(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    settings = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    found = model.generate_batch(inputs=prompts, generation_config=settings, progress_bar=False)
+    return [each.generated_tokens for each in found.values()]
+
+
+def continued(model: Any, prompt: list[int]) -> list[int]:
+    given = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    return model.generate(torch.tensor([prompt]), **given)[0, len(prompt) :].tolist()
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers, about its own preparations
+@pytest.mark.parametrize("scheme", once(SERVED))
+def test_continuous_batching_is_generation(scheme: str) -> None:
+    model = converted("llama", scheme)
+    prompts = [tokens("llama", 1, length, seed=length)[0].tolist() for length in (3, 21, 1, 8)]
+    before = [continued(model, prompt) for prompt in prompts]
+    assert len({token for row in before for token in row}) > 8
+    assert continued_in_batches(model, prompts) == before
+    assert [continued(model, prompt) for prompt in prompts] == before
+
+
+@pytest.mark.grid
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("architecture", "implementation", "scheme", "options"),
+    [
+        ("gpt2", "eager", "learned", {}),
+        ("gpt2", "sdpa", "gated_output", {"native": "keep"}),
+        ("mistral", "sdpa", "log_temperature", {"native": "keep"}),  # with a window
+        ("qwen3", "eager", "nope", {"layers": [1]}),  # and a layer that stays as it was
+        ("smollm3", "sdpa", "fope", {}),
+        ("gemma3", "sdpa", "log_temperature", {"native": "keep"}),
+    ],
+)
+def test_continuous_batching_on_other_architectures(
+    architecture: str, implementation: str, scheme: str, options: dict[str, Any]
+) -> None:
+    model = converted(architecture, scheme, **options)
+    model.set_attn_implementation(implementation)
+    prompts = [tokens(architecture, 1, length, seed=length)[0].tolist() for length in (3, 21, 8)]
+    assert continued_in_batches(model, prompts) == [continued(model, prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
+        ("alibi", {}),
+        ("alibi", {"learned_slopes": True, "shared": False}),
+        ("alibi", {"gate": True, "native": "keep"}),
+        ("attention_sinks", {}),
+        ("nope+attention_sinks", {}),
+        ("rope2d", {}),
+    ],
+)
+def test_a_server_that_adds_slopes_and_sinks_computes_the_same(scheme: str, options: dict[str, Any]) -> None:
+    """A stand-in for vLLM: one row of two requests, whose attention function gets what `terms_of` says."""
+    model = converted("llama", scheme, **options)
+    ids = tokens("llama", 2, 17)
+    with torch.no_grad():
+        wanted = model(ids).logits
+    served = layers_for(model, SERVER, BOTH).values()
+    terms = {id(attention): terms_of(_scheme(model, attention)) for attention in served}
+    assert all((found.slopes is None) == ("alibi" not in scheme) for found in terms.values())
+    assert all((found.sinks is None) == ("sinks" not in scheme) for found in terms.values())
+
+    def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, *, scaling: float, **_: Any) -> Any:
+        assert mask is None
+        found, rows = terms[id(module)], []
+        for request in (slice(0, 17), slice(17, 34)):
+            query, key, value = q[:, :, request], k[:, :, request], v[:, :, request]
+            key, value = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (key, value))
+            logits, places = query @ key.transpose(-1, -2) * scaling, torch.arange(17)
+            if found.slopes is not None:
+                logits = logits - found.slopes.float()[:, None, None] * (places[:, None] - places)
+            logits = logits.masked_fill(places[:, None] < places, float("-inf"))
+            if found.sinks is not None:
+                logits = torch.cat((logits, found.sinks[None, :, None, None].expand(1, -1, 17, 1)), dim=-1)
+            rows.append(logits.softmax(-1)[..., :17] @ value)
+        return torch.cat(rows, dim=2).transpose(1, 2).flatten(0, 1).flatten(1), None  # as vLLM returns it
+
+    ALL_ATTENTION_FUNCTIONS.register("vllm", attend)
+    try:
+        model.set_attn_implementation("vllm")
+        places = torch.arange(17).repeat(2)[None]
+        with pytest.raises(AttentionBackendError, match="would ignore"):
+            model(ids.view(1, -1), position_ids=places)
+        model.model.posenc_outside = True
+        with torch.no_grad():
+            found = model(ids.view(1, -1), position_ids=places, use_cache=False).logits
+            with pytest.raises(PositionError, match="without position_ids"):
+                model(ids.view(1, -1), use_cache=False)
+    finally:
+        del ALL_ATTENTION_FUNCTIONS._global_mapping["vllm"]
+    torch.testing.assert_close(found.view(wanted.shape), wanted, atol=2e-4, rtol=1e-4)
+
+
+def _scheme(model: Any, attention: Any) -> Any:
+    own = attention._modules.get("hf_posenc")
+    return getattr(model.model._modules[SHARED], str(attention.posenc_group)) if own is None else own
+
+
+def test_what_a_server_takes() -> None:
+    for name in hf_posenc.schemes():
+        model = converted("llama", name)
+        assert admitted(model) == (name in SERVED), name
+        if name not in SERVED:
+            with pytest.raises(AttentionBackendError, match=rf"batching .*: {name} \(layer 0\) .*generate"):
+                model.generate_batch([[1, 2]])
+        takes = admitted(model, frozenset({"slopes"})), admitted(model, frozenset({"sinks"}))
+        assert takes == (name in SERVED or name == "alibi", name in SERVED or name == "attention_sinks"), name
+    # Before weights are loaded, a gate at its start must not hide what the bias is.
+    for name in ("alibi", "kerple"):
+        with torch.device("meta"):
+            model = hf_posenc.patch(LlamaForCausalLM(stock("llama").config), name, gate=True, native="keep")
+        assert model.get_submodule("model.hf_posenc_shared.0").gate_weight.is_meta
+        assert admitted(model, BOTH) == (name == "alibi")
+
+
+def test_other_models_are_refused() -> None:
+    def words(model: Any) -> str:
+        with pytest.raises(AttentionBackendError) as caught:
+            layers_for(model, SERVER, BOTH)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "window of 8" in words(converted("llama", "nope", window=8))
+    assert "encoder" in words(converted("bert", "nope"))
+    assert "encoder and decoder" in words(converted("t5", "nope"))
+    model = converted("llama", "nope", native="keep")
+    hf_posenc.set_strength(model, scheme=0.5)
+    assert "handover" in words(model)
+    model = converted("llama", "nope")
+    with hf_posenc.disabled(model):
+        assert "disabled" in words(model)
+
+
+def test_canary_servers() -> None:
+    """What this rests on in transformers."""
+    update = inspect.signature(PagedAttentionCache.update).parameters
+    assert list(update)[:4] == ["self", "key_states", "value_states", "layer_idx"]
