@@ -63,8 +63,9 @@ def stand_in(recipe: Recipe, config: Any) -> Recipe:
 def known(recipe: Recipe, folder: Path) -> Recipe:
     """Return a recipe with the layers that its run, which has begun in a folder, has measured; or unchanged."""
     found = files.record_of(folder).get(files.LAYERS) if files.has_begun(folder) else None
-    is_same = found is not None and found["asked"] == recipe.conversion.layers
-    return _with_layers(recipe, found["layers"]) if is_same else recipe
+    if found is None or found["asked"] != recipe.conversion.layers:
+        return recipe
+    return _with_layers(recipe, found["layers"])
 
 
 def measured(case: Case, console: Console | None = None) -> tuple[Recipe, Mapping[str, Any]]:

@@ -184,11 +184,12 @@ def layer_costs(
         try:
             with seeded(seed):
                 patch(model, scheme, **converting)
-            places, distances = places_of(model, of_model(model)), []
+            places = places_of(model, of_model(model))
+            distances: tuple[float | None, ...] = (None,) * len(places)
             if steps:
                 corrupt = None if hides is None else hides.corrupt
                 shared: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "seed": seed, "progress": progress}
-                distances += transfer(model, ids[:-apart], corrupt=corrupt, projections=True, **shared).after
+                distances = transfer(model, ids[:-apart], corrupt=corrupt, projections=True, **shared).after
             trained = {name: weight.detach().clone() for name, weight in model.state_dict().items()}
             unpatch(model)
             put_back()
@@ -202,8 +203,7 @@ def layer_costs(
                 return replace(found, cost=found.cost - original.cost)
 
             costs = []
-            for index, (stack, layer) in enumerate(places):
-                distance = distances[index] if steps else None
+            for index, ((stack, layer), distance) in enumerate(zip(places, distances, strict=True)):
                 costs.append(LayerCost(stack=stack, layer=layer, distance=distance, **vars(effect({stack: [layer]}))))
                 if progress is not None:
                     progress(steps + index + 1)
