@@ -322,7 +322,7 @@ class Case:
         # The original's positions must act in attention, and so must the scheme.
         acts = self.info is not None and self.info.cls.embed is Scheme.embed and not self.start.exact
         suits = self.facts.rotary and self.facts.causal and (has_share or self.facts.width >= _REAL)
-        return acts and suits and (is_free or has_share) and not is_off and not self.extends
+        return acts and suits and (has_share or (is_free and not self.extends)) and not is_off
 
 
 def _scheme(case: Case) -> Any:

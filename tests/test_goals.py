@@ -203,6 +203,12 @@ def test_extending_takes_what_the_native_encoding_has() -> None:
     assert read("t5", "extend", "by=windows").conversion.scheme is None
     # The config of a T5 states no trained length; its longest measured text is twice what it trains on.
     assert read("t5", "extend").evaluation.contexts == [512, 1024, 2048, 4096]
+    for scheme in ("kerple", "fox"):
+        # A share of the rotation needs the transfer here, too; and positions are still trained as far as is asked.
+        fast, plain = (read("llama", "extend", f"by={scheme}", *more) for more in (["native=fast"], []))
+        assert (fast.conversion.native, fast.conversion.fit, fast.distillation.share) == ("fast", None, 1.0)
+        assert fast.transfer.steps > 0 == plain.transfer.steps
+        assert fast.training.skip_to == plain.training.skip_to == 512
     table = read("gpt2", "extend")
     assert (table.conversion.scheme, table.conversion.native, table.training.skip_to) == ("alibi", "remove", 512)
     for pairs, said in (
