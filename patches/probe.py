@@ -139,11 +139,12 @@ class FamilyAttention(PosencAttention):
             is_causal: bool | None = None,
             **keywords: Any,
         ) -> tuple[Tensor, Tensor | None]:
-            if is_causal is not None and query.shape[2] > 1 and bool(is_causal) != causal:
+            is_own = is_causal is not None and not context.outside
+            if is_own and query.shape[2] > 1 and bool(is_causal) != causal:
                 refuse(self.posenc_stock, f"says to the attention function is_causal={is_causal} and is not")
 
             def outside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                given = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+                given = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, "is_causal": is_causal}
                 given = {name: value for name, value in given.items() if value is not None}
                 if cache is not None:  # Else the function fills it.
                     k, v = cache.update(k, v, self.layer_idx, kwargs=keywords)
