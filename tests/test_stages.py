@@ -296,7 +296,7 @@ def test_layers_on_the_command_line() -> None:
     assert [row["layer"] for row in json.loads(done.stdout)["layers"]] == [0, 1, 2, 3]
     done = runner.invoke(app, ["layers", "tiny-llama", "nope", "--steps", "0", "--length", "32", "--spare", "2"])
     assert done.exit_code == 0, done.output
-    assert re.search(r"Without the 2 most expensive layers, untrained: perplexity [+]\d+%", done.stdout)
+    assert re.search(r"Without the 2 most expensive layers, before training: perplexity [+]\d+%", done.stdout)
     assert re.search(r"--layers \d,\d$", done.stdout, re.M)
     for arguments, words in (
         ([*few, "--spare", "9"], "4 layers"),

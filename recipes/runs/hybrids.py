@@ -114,8 +114,8 @@ def sentences(costs: LayerCosts, spared: int) -> Iterator[str]:
         yield f"{name}: the original {share:.0%}; {rest}"
     if not costs.abilities:
         yield "The original does not copy or recall random tokens, so perplexity alone decides."
-    found = costs.hybrids[spared]
-    said = f"Without the {counted(spared, 'most expensive layer')}, untrained: perplexity {math.expm1(found.cost):+.0%}"
+    found, dear = costs.hybrids[spared], counted(spared, "most expensive layer")
+    said = f"Without the {dear}, before training: perplexity {math.expm1(found.cost):+.0%}"
     yield ", ".join((said, *(f"{name} {found.abilities[name]:.0%}" for name in costs.abilities)))
 
 
