@@ -114,7 +114,7 @@ class PosencDynamicLayer(_TokenState, DynamicLayer):
 
     def reset(self) -> None:
         # Before 5.20, transformers fills what the layer holds with zeros, and counts it all the same.
-        self.keys, self.values, self.is_initialized = None, None, False
+        self.__dict__.update(keys=None, values=None, is_initialized=False)
         super().reset()
         self.token_state, self.recent_state = {}, {}
 

@@ -59,7 +59,7 @@ def _attention_function(
     return _users_function(module)(module, query, key, value, attention_mask, **keywords)
 
 
-def _users_function(module: nn.Module) -> _Then:
+def _users_function(module: Any) -> _Then:
     stock = getattr(type(module), "posenc_stock", type(module))
     eager = inspect.getmodule(stock).eager_attention_forward  # type: ignore[union-attr]
     config = vars(module)["config"]

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from hf_posenc.errors import AttentionBackendError
 from hf_posenc.forms import DistanceTable
 from hf_posenc.patches import record, surgery
-from hf_posenc.patches.attention import PosencAttention
 from hf_posenc.patches.probe import FamilyAttention
 from hf_posenc.patches.surgery import Sites
 from hf_posenc.scheme import CHANGED, Scheme
@@ -43,7 +42,7 @@ class Terms:
     sinks: Tensor | None = None
 
 
-def layers_for(model: Any, server: str, takes: frozenset[str] = frozenset()) -> Mapping[int, PosencAttention]:
+def layers_for(model: Any, server: str, takes: frozenset[str] = frozenset()) -> Mapping[int, Any]:
     """Return the patched attentions of a decoder by layer, if a server computes what their schemes do.
 
     Args:
@@ -60,9 +59,10 @@ def layers_for(model: Any, server: str, takes: frozenset[str] = frozenset()) -> 
     strengths = record.strengths_from_config(model.config)
     if strengths != record.FULL:
         _refuse(server, "the model is in the middle of a handover (see hf_posenc.set_strength)")
+    decoder: Any = sites.stacks["decoder"].body
+    if decoder.is_disabled():
+        _refuse(server, "its patch is disabled")
     for _, body, layer, attention in sites.patched():
-        if body.is_disabled():
-            _refuse(server, "its patch is disabled")
         scheme = surgery.scheme_of(body, attention)
         wrong = _obstacle(scheme, attention, takes)
         if wrong is not None:

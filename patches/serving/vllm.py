@@ -25,7 +25,6 @@ from vllm.model_executor.models.transformers.fusers import AttentionFuser
 from hf_posenc.errors import AttentionBackendError
 from hf_posenc.patches import checkpoint, surgery
 from hf_posenc.patches.architecture import of_model
-from hf_posenc.patches.attention import PosencAttention
 from hf_posenc.patches.serving.outside import Terms, layers_for, terms_of
 
 _TAKES = frozenset({"slopes", "sinks"})
@@ -58,7 +57,7 @@ class PosencTransformersForCausalLM(TransformersForCausalLM):
         if getattr(settings, "quantization", None):
             _refuse("got a quantised model, which was never tried: load it without quantisation")
         self._check_files(settings)
-        self._attentions: dict[str, PosencAttention] = {}
+        self._attentions: dict[str, Any] = {}
         super().__init__(vllm_config=vllm_config, prefix=prefix)
 
     @staticmethod
@@ -99,10 +98,8 @@ class PosencTransformersForCausalLM(TransformersForCausalLM):
             module._modules[name] = scheme
         names = {module: name for name, module in self.named_modules()}
         for layer, attention in attentions.items():
-            module: Any = attention
-            self._attentions[names[module]] = attention
-            fuser = _Patched(type(module).__name__, known_scale=scales[layer])
-            self.attention_fusers[layer] = (names[module], fuser)
+            name, fuser = names[attention], _Patched(type(attention).__name__, known_scale=scales[layer])
+            self._attentions[name], self.attention_fusers[layer] = attention, (name, fuser)
 
     def _get_attn_cls(self) -> Any:
         """Return what makes the attention of a layer: vLLM's own class, with places for slopes and sinks."""
