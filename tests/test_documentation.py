@@ -22,7 +22,6 @@ from models import CACHE, DIRECTORIES, stock
 import hf_posenc
 from hf_posenc import registry
 from hf_posenc.cli import app
-from hf_posenc.patches import architecture as architectures
 from hf_posenc.patches import surgery
 from hf_posenc.recipes.data.text import builtin_text
 
@@ -137,8 +136,7 @@ def test_commands_exist_with_their_options(line: str) -> None:
 @pytest.fixture
 def _registry_as_before() -> Iterator[None]:
     hf_posenc.schemes()
-    architectures.architectures()
-    with mock.patch.dict(registry._SCHEMES), mock.patch.dict(architectures._ARCHITECTURES):
+    with mock.patch.dict(registry._SCHEMES):
         yield
 
 

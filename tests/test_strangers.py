@@ -37,12 +37,10 @@ STRANGERS = {
 def package(tmp_path: Path) -> Iterator[Path]:
     """Return a folder on the path, for packages of a test, which are forgotten after it."""
     sys.path.insert(0, str(tmp_path))
-    before = set(sys.modules)
     yield tmp_path
     sys.path.remove(str(tmp_path))
-    for name in set(sys.modules) - before:
-        if not name.startswith(("torch", "transformers.")):
-            del sys.modules[name]
+    for name in [name for name in sys.modules if "_package" in name.partition(".")[0]]:
+        del sys.modules[name]
 
 
 def renamed(folder: str, place: Path) -> tuple[str, Any]:
