@@ -38,11 +38,12 @@ class Sdpa(Executor):
         return folded is None or _folds(folded, call)
 
     def run(self, call: Call) -> tuple[Tensor, None]:
-        folded = call.scheme.folded()
+        folded, dtype = call.scheme.folded(), call.v.dtype
         if folded is not None:
+            # Factors that overflow half precision are folded in float32.
             q, k, v = folded.of(call.q, call.k, call.v, call.block(None))
             call = replace(call, q=q, k=k, v=v)
-        return plain(call), None
+        return plain(call).to(dtype), None
 
 
 def plain(call: Call) -> Tensor:
