@@ -130,7 +130,7 @@ def take(name: str, make: Any, arguments: argparse.Namespace) -> None:
         with arguments.record.open("a", encoding="utf-8") as record:
             record.write(json.dumps(entry) + "\n")
     found = recorded(arguments.record)
-    arguments.record.with_suffix(".md").write_text("\n".join(lines(found)) + "\n", encoding="utf-8")
+    (arguments.runs / "forms.md").write_text("\n".join(lines(found)) + "\n", encoding="utf-8")
     draw(found, arguments.runs / "forms.png")
 
 
