@@ -432,7 +432,9 @@ def add_family(name: str, namespace: dict[str, Any], kind: type[Family] | None =
     """
     found = config_named(name)
     if found is None:
-        raise ArchitectureError(f"There is no model type {name!r}. Give a type of transformers, such as 'granite'.")
+        raise ArchitectureError(
+            f"There is no model type {name!r}. Give a type of transformers: the model_type of its config."
+        )
     code = Code.of(*found)
     kind = kind or kind_of(code)
     code = kind.read(code)

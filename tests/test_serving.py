@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_posenc
 from hf_posenc.errors import AttentionBackendError, PositionError
+from hf_posenc.patches import serving
 from hf_posenc.patches.serving.outside import layers_for, terms_of
 from hf_posenc.patches.surgery import SHARED
 
@@ -186,3 +189,11 @@ def test_canary_servers() -> None:
     """What this rests on in transformers."""
     update = inspect.signature(PagedAttentionCache.update).parameters
     assert list(update)[:4] == ["self", "key_states", "value_states", "layer_idx"]
+
+
+def test_vllm_knows_every_family_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: dict[str, str] = {}
+    registry = types.SimpleNamespace(register_model=known.__setitem__)
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(ModelRegistry=registry))
+    serving.register()
+    assert {"PosencLlamaForCausalLM", "PosencMistralForCausalLM", "PosencQwen3ForCausalLM"} <= set(known)
