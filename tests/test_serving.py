@@ -12,7 +12,7 @@ import torch
 from grid import once
 from models import moved, stacks_for, stock, tokens
 from torch import Tensor, nn
-from transformers import GenerationConfig, LlamaForCausalLM
+from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaForCausalLM
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -50,7 +50,11 @@ def converted(architecture: str, scheme: str, **options: Any) -> Any:
 
 def continued_in_batches(model: Any, prompts: list[list[int]]) -> list[list[int]]:
     settings = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    found = model.generate_batch(inputs=prompts, generation_config=settings, progress_bar=False)
+    # By default the pages fill the memory, which takes seconds.
+    pages = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    found = model.generate_batch(
+        inputs=prompts, generation_config=settings, continuous_batching_config=pages, progress_bar=False
+    )
     return [each.generated_tokens for each in found.values()]
 
 
