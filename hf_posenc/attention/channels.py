@@ -120,7 +120,7 @@ def products(call: Call) -> list[Product]:
 def spread(found: Sequence[Product]) -> float:
     """Return the largest difference between the biases of keys, for the last query."""
     with torch.no_grad():
-        one = torch.ones(1, 1, 1)
+        one = torch.ones(1, 1, 1, device="cpu")  # whatever the default is; on a GPU nobody asks
         terms = ((one if x is None else x[..., -1:]) * (one if y is None else y) for x, y in found)
         total = functools.reduce(torch.add, terms)
         return float((total.amax(-1) - total.amin(-1)).max())
