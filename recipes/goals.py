@@ -284,6 +284,11 @@ class Case:
         return self.recipe.training.steps * self.recipe.training.batch_size * self.length
 
     @property
+    def transfers_text(self) -> bool:
+        """Whether the attention transfer reads windows that are one text each."""
+        return self.transfers and self.recipe.data.packing != "documents"
+
+    @property
     def transfer_window(self) -> int:
         """Tokens per window of the attention transfer."""
         return self.recipe.transfer.length or self.length
@@ -343,7 +348,7 @@ def _length(case: Case) -> int | None:
 
 
 def _batch_size(case: Case) -> int:
-    if case.transfers:
+    if case.transfers and not case.extends:
         return case.facts.processes  # A teacher's predictions are no noise: small steps, as in the transfer.
     if case.extends and not case.facts.causal and not case.asked.gives("training.length"):
         return max(1, 8 * case.facts.own // case.far)
@@ -360,12 +365,12 @@ def _transfer_steps(case: Case) -> int:
 
 def _transfer_skip_to(case: Case) -> int | None:
     far = min(case.facts.own, _TRANSFER_REACH * case.transfer_window)
-    can = case.transfers and case.recipe.data.packing != "documents" and far > case.transfer_window
-    return far if can else case.recipe.transfer.skip_to
+    return far if case.transfers_text and far > case.transfer_window else case.recipe.transfer.skip_to
 
 
 def _steps(case: Case) -> int:
-    if not case.transfers:
+    # What lies beyond the trained length only the training of an extension teaches.
+    if not case.transfers or case.extends:
         return case.recipe.training.steps
     transfer = case.recipe.transfer.steps * case.facts.processes * case.transfer_window
     return max(1, transfer // (_TRANSFER_SHARE * case.recipe.training.batch_size * case.length))
@@ -453,7 +458,7 @@ RULES: dict[str, Callable[[Case], Any]] = {
     "training.length": _length,
     "training.batch_size": _batch_size,
     "transfer.skip_to": _transfer_skip_to,
-    "transfer.repeat": lambda case: _REPEAT if case.transfers else case.recipe.transfer.repeat,
+    "transfer.repeat": lambda case: _REPEAT if case.transfers_text else case.recipe.transfer.repeat,
     "transfer.steps": _transfer_steps,
     # One window for each process: small steps are worth more than tokens.
     "transfer.batch_size": lambda case: case.facts.processes if case.transfers else case.recipe.transfer.batch_size,

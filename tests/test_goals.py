@@ -179,6 +179,11 @@ def test_a_model_of_real_size_begins_with_the_attention_transfer(monkeypatch: py
     # A fifth of its tokens follow in the training.
     assert (whole.training.steps, whole.training.batch_size) == (250_000 // 1024 // 5, 1)
     assert size("steps=4") == (4 * 5, 1)
+    # Documents are no long text, and an extension is taught by its training.
+    packed = read("llama", "swap", "scheme=kerple", "native=fast", "data=builtin", "data.packing=documents").transfer
+    assert (packed.skip_to, packed.repeat, packed.steps > 0) == (None, 0, True)
+    longer = read("llama", "extend", "by=kerple", "native=fast")
+    assert (longer.transfer.steps > 0, longer.training.steps, longer.training.batch_size) == (True, 300, 8)
     short = read_recipe("swap", ["model=here", "data=builtin", "scheme=kerple", "transfer.length=64"], config=config)
     assert (short.transfer.steps, short.transfer.skip_to) == (250_000 // 64, 512)
     assert size("native=keep") == size("fit=native") == size("transfer.steps=0") == (0, None)

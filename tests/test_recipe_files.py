@@ -185,6 +185,11 @@ WRONG: dict[str, tuple[str | bytes, list[str], list[str]]] = {
         ["layers=every:2", "native=handover", "window=8"],
         ["window is 8", "would fade, too"],
     ),
+    "repeating in documents": (
+        "",
+        ["transfer={steps: 1, repeat: 0.5}", "data.packing=documents"],
+        ["data.packing is 'documents', which do not see each other"],
+    ),
     "skipping in documents": ("", ["training.skip_to=512", "data.packing=documents"], ["data.packing is 'documents'"]),
     # Overrides.
     "no equals": ("", ["training.steps"], ["'training.steps': expected KEY=VALUE"]),

@@ -119,6 +119,11 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
         ),
     )
     yield from (words for applies, words in problems if applies)
+    if recipe.transfer.repeat and data.packing == "documents":
+        yield (
+            f"transfer.repeat is {recipe.transfer.repeat}: the second half of a window repeats the first, but "
+            "data.packing is 'documents', which do not see each other. Take windows, or leave repeat out."
+        )
     for name, stage in recipe.stages().items():
         if stage.micro_batch_size and stage.batch_size % stage.micro_batch_size:
             yield (
