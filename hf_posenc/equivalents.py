@@ -53,7 +53,7 @@ class Rotation:
         return cls(torch.cat((frequencies, idle), dim=-1), length.diag()[order].expand(groups, -1, -1))
 
     def is_identity(self) -> bool:
-        """Whether it changes nothing: all frequencies are 0, and no factor acts."""
+        """Whether the rotation changes nothing: all frequencies are 0, and no factor acts."""
         product = self.basis.mT @ self.basis
         unit = torch.eye(product.shape[-1], dtype=product.dtype).expand_as(product)
         return not bool(self.frequencies.any()) and torch.allclose(product, unit, rtol=0, atol=1e-12)

@@ -234,7 +234,7 @@ _PREFIX = "hf_posenc_"
 
 
 class _Types(dict[str, Any]):
-    """The types that are registered with transformers' table of configs, and those of converted models, on demand."""
+    """The types in transformers' table of configs, and, when they are looked up, the types of converted models."""
 
     def __contains__(self, name: object) -> bool:
         if super().__contains__(name):

@@ -25,7 +25,7 @@ from hf_posenc.scheme import Scheme
 # "eager" is the dense reference; under "sdpa" the executor is chosen by what the scheme needs. Models whose stock
 # classes have nothing but "eager" (softcaps, sinks) choose too.
 BACKENDS = ("eager", "sdpa")
-# Those of servers, whose own checks admit a model: without them, a forward raises.
+# Attention functions of servers. The server's checks must admit a model first; else its forward raises.
 _SERVERS = ("vllm", "paged|eager", "paged|sdpa")
 
 # The name under which a cache keeps keys without the model's own rotation.

@@ -15,6 +15,7 @@ metadata in `save_pretrained` or a check of a config against a class, the trap c
 | other weights into a patched model | `check_metadata`, `check_folder` | variables of `READERS` |
 | a converted part saved by a stock model | `PosencModel.state_dict` (models) | its running `save_pretrained` |
 | weights that do not fit | `check_stored` (checkpoint) | `_load_pretrained_model` |
+| a converted type of any family | `_Types`, looked up on demand (architecture) | `CONFIG_MAPPING._extra_content` |
 | LoRA without its scheme | a type that PEFT does not know (adapters) | PEFT's tables of types |
 """
 

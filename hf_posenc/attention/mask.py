@@ -45,7 +45,7 @@ class Mask:
 
     @property
     def pads(self) -> bool:
-        """Whether keys that are padding are hidden, and else only those ahead of a query by slots."""
+        """Whether padding is hidden, and of all other keys only those in later slots than the query."""
         padding = self.keep is not None and self.keep.shape[1:3] == (1, 1)
         return self.rule == "slots" and padding and self.bias is None and not self.windowed
 
