@@ -1,6 +1,6 @@
 """A positional scheme with add-ons, as one scheme: `"fire+log_temperature"`.
 
-An add-on is a scheme that changes queries, the softmax or the output of attention, or adds to the logits of near keys.
+An add-on is a scheme that changes queries, the softmax, the output of attention, or the logits of near or first keys.
 The other scheme carries the positions.
 """
 
@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_posenc.equivalents import Equivalent
 from hf_posenc.errors import OptionError
 from hf_posenc.facts import Facts
-from hf_posenc.forms import Bias, total
+from hf_posenc.forms import Bias, first_of, total, without_first
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.scheme import Result, Scheme, option_names
 
@@ -93,7 +94,11 @@ class Composite(Scheme):
         return there
 
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
+        plain = logits
         for part in self.schemes():
+            if part.spares_first:
+                first = first_of(block.positions.key).to(logits.device)
+                logits = torch.where(first[:, None, None], plain, logits)
             logits = part.score(logits, q, k, block)
         return logits
 
@@ -110,9 +115,17 @@ class Composite(Scheme):
     folded, locality, key_scan = (_of_base(name, alone=True) for name in ("folded", "locality", "key_scan"))
 
     def added(self) -> Bias | None:
-        acting = [part for part in self.schemes() if any(map(part.overrides, ("score", "weigh", "mix")))]
-        found = [bias for part in acting if (bias := part.added()) is not None]
-        return total(found) if found and len(found) == len(acting) else None
+        found: list[Bias] = []
+        for part in self.schemes():
+            if not any(map(part.overrides, ("score", "weigh", "mix"))):
+                continue
+            bias = part.added()
+            if bias is None:
+                return None
+            if part.spares_first and found:
+                found = [without_first(total(found))]
+            found.append(bias)
+        return total(found) if found else None
 
     def sink(self) -> Tensor | None:
         return next((part for part in self.schemes() if part.overrides("weigh")), self.base).sink()
@@ -124,6 +137,9 @@ class Composite(Scheme):
         found = self.base.facts(native_kept=native_kept, element=element)
         others = [part.facts(native_kept=True) for part in self.added_on]
         neutral = all(other.exact for other in others)
+        if not native_kept and any(part.spares_first for part in self.added_on):
+            # What stands for the native encoding would be gone from the first key.
+            neutral = neutral and not self.base.overrides("score")
         return replace(
             found,
             exact=found.exact and neutral,

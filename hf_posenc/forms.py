@@ -12,7 +12,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from hf_posenc.operands import Block
+from hf_posenc.operands import Block, Positions
+
+# The factors of the products of a `KeyBias`.
+Products: TypeAlias = Callable[[Block], Sequence[tuple[Tensor | None, Tensor | None]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,14 +82,10 @@ class KeyBias(Bias):
             block for the whole call. One of the two is float32 or float64, the other int64 positions, or `None` for 1.
     """
 
-    products: Callable[[Block], Sequence[tuple[Tensor | None, Tensor | None]]]
+    products: Products
 
     def scaled(self, factor: float) -> "Bias":
-        def scaled(x: Tensor | None) -> Tensor | None:
-            return x * factor if x is not None and x.is_floating_point() else x
-
-        products = lambda block: [(scaled(x), scaled(y)) for x, y in self.products(block)]  # noqa: E731
-        return replace(self, of=_scaled(self.of, factor), products=products)
+        return replace(self, of=_scaled(self.of, factor), products=_scaled_products(self.products, factor))
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,8 +140,55 @@ class PiecewiseLinear(Bias):
         return replace(self, of=_scaled(self.of, factor), pieces=pieces)
 
 
+@dataclass(frozen=True, eq=False)
+class Spared(Bias):
+    """The sum of a bias of positions and of products, which take it away from some keys, in causal layers.
+
+    Attributes:
+        rest: Bias of positions.
+        products: See `KeyBias`.
+    """
+
+    rest: DistanceTable | PiecewiseLinear
+    products: Products
+
+    def scaled(self, factor: float) -> "Bias":
+        rest, products = self.rest.scaled(factor), _scaled_products(self.products, factor)
+        return replace(self, of=_scaled(self.of, factor), rest=rest, products=products)
+
+
+def first_of(positions: Tensor) -> Tensor:
+    """Return which keys are the first of their text, given their positions."""
+    return positions == 0
+
+
+def without_first(bias: Bias) -> Bias:
+    """Return a bias that is 0 on the first key of each text."""
+
+    def of(block: Block, like: Tensor, *content: Tensor) -> Tensor:
+        first = first_of(block.positions.key).to(like.device)
+        return bias.of(block, like, *content).masked_fill(first[:, None, None], 0)
+
+    def others(block: Block) -> list[tuple[Tensor | None, Tensor | None]]:
+        seen = ~first_of(block.positions.key)[:, None]  # [B|1, 1, K]
+        # Where a factor is 0, the product is.
+        return [(x, seen.long() if y is None else y * seen.to(y.device)) for x, y in bias.products(block)]
+
+    def taken(block: Block) -> list[tuple[Tensor | None, Tensor | None]]:
+        places = block.positions
+        at_first = replace(block, positions=Positions(places.query, places.query.new_zeros(1, 1)))
+        found = bias.of(at_first, torch.empty(0, dtype=torch.float64, device=places.query.device))
+        return [(-found[..., 0], first_of(places.key)[:, None].long())]
+
+    if isinstance(bias, KeyBias):
+        return KeyBias(of, others)
+    if isinstance(bias, DistanceTable | PiecewiseLinear):
+        return Spared(of, bias, taken)
+    return ContentBias(of) if isinstance(bias, ContentBias) else Bias(of)
+
+
 def total(biases: Sequence[Bias]) -> Bias:
-    """Return the sum of biases: a table if all of them are, else a bias without a faster form."""
+    """Return the sum of biases: in the fast form that all of them have, or in none."""
     if len(biases) == 1:
         return biases[0]
 
@@ -150,6 +196,14 @@ def total(biases: Sequence[Bias]) -> Bias:
         parts = (bias.of(block, like, *(content if isinstance(bias, ContentBias) else ())) for bias in biases)
         return functools.reduce(torch.add, parts)
 
+    of_keys = [bias.products for bias in biases if isinstance(bias, KeyBias | Spared)]
+    products = lambda block: [product for each in of_keys for product in each(block)]  # noqa: E731
+    if len(of_keys) == len(biases):
+        spared = [bias for bias in biases if isinstance(bias, Spared)]
+        if not spared:
+            return KeyBias(of, products)
+        if len(spared) == 1:
+            return Spared(of, spared[0].rest, products)
     tables = [bias for bias in biases if isinstance(bias, DistanceTable)]
     if len(tables) < len(biases):
         return ContentBias(of) if any(isinstance(bias, ContentBias) for bias in biases) else Bias(of)
@@ -232,6 +286,13 @@ class Stick:
 
 # A scan of the keys from the last to the first, in a form that a kernel takes; see `Scheme.key_scan`.
 KeyScan: TypeAlias = GateCount | Stick
+
+
+def _scaled_products(products: Products, factor: float) -> Products:
+    def scaled(x: Tensor | None) -> Tensor | None:
+        return x * factor if x is not None and x.is_floating_point() else x
+
+    return lambda block: [(scaled(x), scaled(y)) for x, y in products(block)]
 
 
 def _scaled(function: Callable[..., Tensor], factor: float) -> Callable[..., Tensor]:

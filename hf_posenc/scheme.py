@@ -82,6 +82,8 @@ class Scheme(FastForms, nn.Module, metaclass=_Started):
     adaptation: Adaptation = Adaptation()
     # Pictures of numbers that only this scheme computes.
     pictures: ClassVar[tuple[Picture, ...]] = ()
+    # Whether, as an add-on, it takes what those before it add to the logits away from the first key of a text.
+    spares_first: ClassVar[bool] = False
     # Whether `score` reads the content of keys; the cache then also stores them without the native rotation.
     reads_keys: bool = False
     # Whether the scheme is one module for the whole stack rather than one per layer.

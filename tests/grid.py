@@ -47,6 +47,7 @@ PAIRS = {
     "fox_pro":         "t5 gemma3                | gpt2",
     "gated_output":    "llama gpt_neox           | t5",
     "near":            "t5                       | llama",
+    "first_key":       "llama                    | t5 bert",
     "learned":         "gpt2 umt5 gemma          | llama vit",
     "nope":            "t5 smollm3               | llama bert",
     "selective_rope":  "llama qwen2 mt5          | t5 gemma3",

@@ -14,7 +14,7 @@ from tiny import auto, converted, ids, stock
 import hf_posenc
 from hf_posenc import OptionError, registry, schemes
 from hf_posenc.attention import executors
-from hf_posenc.operands import Positions, Tokens
+from hf_posenc.operands import Block, Positions, Tokens
 
 # One module serves all layers.
 ONE_FOR_ALL = {"fire_s", "learned", "sinusoidal"}
@@ -42,14 +42,16 @@ def test_at_its_start_an_add_on_changes_nothing(base: str, direction: str) -> No
         assert addon == "near" or executors(both) == executors(alone)
 
 
+@pytest.mark.parametrize("addon", ["near", "first_key", "near+first_key"])
 @pytest.mark.parametrize(("base", "direction"), BASES)
-def test_near_offsets_join_any_scheme_on_every_executor(base: str, direction: str) -> None:
-    scheme = registry.build(f"{base}+near", make(base, direction, {}).geometry).double()
+def test_offsets_join_any_scheme_on_every_executor(base: str, direction: str, addon: str) -> None:
+    scheme = registry.build(f"{base}+{addon}", make(base, direction, {}).geometry).double()
     length, places = 40, torch.arange(40)[None]
     given = operands(scheme, length)
     alone = run(scheme, given, places, executor="dense")
     with torch.no_grad():
-        scheme.get_parameter("parts.1.offsets").normal_()
+        for index in range(1, 2 + addon.count("+")):
+            scheme.get_parameter(f"parts.{index}.offsets").normal_()
     results = []
     for executor in executors(scheme):
         output = run(scheme, given, places, executor=executor)
@@ -57,6 +59,23 @@ def test_near_offsets_join_any_scheme_on_every_executor(base: str, direction: st
     assert not torch.allclose(results[0][0], alone)
     for one in results[1:]:
         torch.testing.assert_close(one, results[0], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("base", "direction"), BASES)
+def test_the_first_key_of_a_text_keeps_its_logit(base: str, direction: str) -> None:
+    scheme = registry.build(f"{base}+first_key", make(base, direction, {}).geometry).double()
+    with torch.no_grad():
+        offsets = scheme.get_parameter("parts.1.offsets").normal_()
+    places = torch.tensor([[0, 1, 2, 0, 1]])  # two texts
+    q, k, v, hidden = operands(scheme, 5)
+    tokens = Tokens(positions=Positions(places, places), hidden=hidden, common=scheme.common)
+    there = scheme.project(tokens, q, k, v)
+    block = Block(tokens.positions, reach=2, state=there.state, own=there.state, tables=there.tables)
+    logits, keys = torch.randn(q.shape[0], q.shape[1], 5, 5).double(), scheme.recall(there.k, there.state)
+    got, alone = (part.score(logits, there.q, keys, block) for part in (scheme, scheme.base))
+    first = places[0] == 0
+    assert torch.equal(got[..., first], logits[..., first] + offsets[:, None, None])
+    assert torch.equal(got[..., ~first], alone[..., ~first])
 
 
 def test_the_temperature_multiplies_queries_after_any_projection() -> None:

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from hf_posenc.attention.call import FEWEST_QUERIES, Call, Executor
 from hf_posenc.attention.cpu import kernel
 from hf_posenc.attention.cpu.biases import Unbiased
-from hf_posenc.attention.cpu.fused import STEEP, by_kernel
+from hf_posenc.attention.cpu.fused import STEEP, bias_of, by_kernel
 from hf_posenc.attention.sdpa import plain
-from hf_posenc.forms import DistanceTable, KeyBias
+from hf_posenc.forms import DistanceTable, KeyBias, Spared
 from hf_posenc.scheme import Scheme
 
 # The factors of a product, `[B|1, H|1, Q]` of queries and `[B|1, H|1, K]` of keys; `None` is 1. See `KeyBias`.
@@ -49,6 +49,8 @@ class Channels(Executor):
 
     def knows(self, scheme: Scheme, device: torch.device) -> bool:
         added = scheme.added()
+        if isinstance(added, Spared):
+            return device.type == "cpu" and kernel.works()
         return isinstance(added, KeyBias) or (isinstance(added, DistanceTable) and added.slope is not None)
 
     def pays(self, call: Call) -> bool:
@@ -68,7 +70,9 @@ class Channels(Executor):
             return False  # gradients of slopes are differences of sums over positions, of which nothing would be left
         # float16 has no room for larger positions, and fast kernels of a GPU none for more channels.
         fits = (call.reach < 2**16 or call.q.dtype != torch.float16) and (on_cpu or width + _MOST <= _WIDEST)
-        return plain and alike and fits and call.causal
+        # What else there is of a bias must be a table.
+        pure = not isinstance(call.scheme.added(), Spared) or call.slots_tell_distances
+        return plain and alike and fits and pure and call.causal
 
     def run(self, call: Call) -> tuple[Tensor, None]:
         with torch.autocast(call.device.type, enabled=False):
@@ -82,6 +86,12 @@ def _attended(call: Call) -> Tensor:
         # Gradients of channels come in the dtype of the keys. Summed up over a text, their rounding would prevail.
         call = replace(call, q=call.q.float(), k=call.k.float(), v=call.v.float())
     found, on_diagonal = products(call), not mask.ahead and (mask.only_ahead or mask.pads)
+    added = call.scheme.added()
+    if isinstance(added, Spared):
+        wide = widened(call, found)
+        bias = bias_of(wide, added.rest)
+        bias.in_channels = True
+        return by_kernel(bias, wide)
     if call.device.type == "cpu" and kernel.works():
         steep = learns and spread(found) > STEEP
         if steep or not on_diagonal:
@@ -108,7 +118,7 @@ def _inputs(call: Call) -> tuple[Tensor, ...]:
 def products(call: Call) -> list[Product]:
     """Return the products that make up the bias of a call."""
     added = call.scheme.added()
-    if isinstance(added, KeyBias):
+    if isinstance(added, KeyBias | Spared):
         return list(added.products(call.block(None)))
     assert isinstance(added, DistanceTable)
     assert added.slope is not None

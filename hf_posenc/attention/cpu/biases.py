@@ -50,7 +50,7 @@ class BlockBias:
     Attributes:
         name: Name of the form.
         backwards: Whether the last query of a block comes first.
-        in_channels: Whether queries and keys hold it themselves.
+        in_channels: Whether queries and keys hold it themselves, or part of it.
         cuts: Whether it leaves out the keys of a block that lie before a window.
         rows: Rows of a block that are best made at once.
         learning_rows: The same in the backward pass.
@@ -62,7 +62,7 @@ class BlockBias:
 
     name: ClassVar[str]
     backwards: ClassVar[bool] = False
-    in_channels: ClassVar[bool] = False
+    in_channels: bool = False
     cuts: ClassVar[bool] = False
     rows: int = 256
     learning_rows: ClassVar[int] = 64

@@ -19,7 +19,7 @@ from hf_posenc.attention.cpu.biases import AnyBias, BlockBias, TableBias
 from hf_posenc.attention.cpu.piecewise import PiecewiseBias
 from hf_posenc.attention.cpu.products import ProductsBias
 from hf_posenc.derivatives import first_order
-from hf_posenc.forms import ContentBias, DistanceTable, PiecewiseLinear
+from hf_posenc.forms import Bias, ContentBias, DistanceTable, PiecewiseLinear
 from hf_posenc.ops import grouped_matmul
 from hf_posenc.scheme import Scheme
 
@@ -49,12 +49,12 @@ class Fused(Executor):
         return call.one_softmax
 
     def form(self, call: Call) -> str:
-        return _bias_of(call).name
+        return bias_of(call).name
 
     def run(self, call: Call) -> tuple[Tensor, None]:
         # Autocast would make tables in half precision.
         with torch.autocast(call.device.type, enabled=False):
-            bias = _bias_of(call)
+            bias = bias_of(call)
             return by_kernel(bias, replace(call, q=bias.moved(call.q))), None
 
 
@@ -66,9 +66,9 @@ def by_kernel(bias: BlockBias, call: Call) -> Tensor:
     return output
 
 
-def _bias_of(call: Call) -> BlockBias:
-    """Return the bias in the fastest form that holds it."""
-    added = call.scheme.added()
+def bias_of(call: Call, added: Bias | None = None) -> BlockBias:
+    """Return the bias that a call adds, or part of it, in the fastest form that holds it."""
+    added = call.scheme.added() if added is None else added
     assert added is not None
     if isinstance(added, ContentBias) and call.causal and call.slots_tell_distances:
         vectors = added.vectors(call.tables)
