@@ -47,6 +47,7 @@ class Architecture(ABC):
         native_per_layer: Whether that encoding can be removed from some layers only.
         native_fades: Whether it can be at part of its strength, see `set_strength`.
         native_shares: Whether a part of its rotary pairs can stay, see `share`.
+        with_list: The model type that computes the same and has a list of the layers that rotate, if there is one.
     """
 
     name: ClassVar[str]
@@ -57,6 +58,7 @@ class Architecture(ABC):
     native_per_layer: ClassVar[bool] = True
     native_fades: ClassVar[bool] = False
     native_shares: ClassVar[bool] = False
+    with_list: ClassVar[str | None] = None
 
     @property
     def parts(self) -> tuple[type, ...]:

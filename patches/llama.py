@@ -1,5 +1,12 @@
 """Llama: the plain case of a family."""
 
-from hf_posenc.patches.family import add_family
+from hf_posenc.patches.family import RotaryFamily, add_family
 
-add_family("llama", globals())
+
+class PlainFamily(RotaryFamily):
+    """A family with a twin in transformers that leaves layers without rotation."""
+
+    with_list = "smollm3"
+
+
+add_family("llama", globals(), PlainFamily)

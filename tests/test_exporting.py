@@ -27,6 +27,7 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaModel,
+    SmolLM3ForCausalLM,
     T5EncoderModel,
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -167,6 +168,33 @@ def test_no_positions_means_none_at_a_million(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("layers", "options", "rope"),
+    [
+        ([1], {}, None),
+        ([0, 2], {"rope_parameters": DYNAMIC}, None),  # the others keep frequencies that change
+        ([3], {"rope_parameters": YARN, "tie_word_embeddings": True}, {"layout": "interleaved", "theta": 50.0}),
+        ([0], {"head_dim": 16, "mlp_bias": True}, {"theta": 50.0}),
+    ],
+)
+def test_some_layers_without_positions(layers: list[int], options: dict[str, Any], rope: Any, tmp_path: Path) -> None:
+    model = trained(lambda: llama(num_hidden_layers=4, **options), "nope", layers=layers)
+    if rope:
+        hf_posenc.patch(model, "rope", layers=[i for i in range(4) if i not in layers], **rope)
+    expected = logits(model)
+    export = export_stock(model, tmp_path / "out")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert type(found) is SmolLM3ForCausalLM
+    assert export.model == "SmolLM3ForCausalLM"
+    assert found.config.no_rope_layers == [int(i not in layers) for i in range(4)]
+    torch.testing.assert_close(logits(found), expected, atol=1e-4 if rope else 0.0, rtol=1e-4 if rope else 0.0)
+    # llama.cpp leaves out every fourth layer, whatever the list is.
+    assert ("would leave out every fourth" in str(export)) == (layers != [3])
+    assert sum(p.numel() for p in found.parameters()) == sum(p.numel() for p in model.parameters())
+    if not rope:
+        assert found.config.rope_parameters == llama(**options).config.rope_parameters
+
+
+@pytest.mark.parametrize(
     ("name", "kind"),
     [
         ("llama", LlamaModel),
@@ -189,7 +217,9 @@ FAMILIES: list[tuple[str, str, dict[str, Any], str | None]] = [
     ("qwen3", "rope", {"theta": 50.0}, None),
     ("qwen3", "rope", {"layout": "interleaved"}, "between these and the rotation the model has q_norm, k_norm"),
     ("smollm3", "nope", {}, None),
-    ("smollm3", "rope", {"theta": 50.0}, "layer 3 of the decoder turns queries .* of the stock model does not"),
+    ("smollm3", "rope", {"theta": 50.0}, None),  # in layer 3, too
+    ("smollm3", "nope", {"layers": [0, 2]}, None),
+    ("qwen3", "nope", {"layers": [1]}, "layer 1 of the decoder turns none .* this layer of the stock model does"),
     ("gemma3_text", "nope", {}, "several tables"),
     ("roberta", "sinusoidal", {}, None),
 ]
@@ -222,12 +252,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "spectra": (lambda: trained(llama, "comrope_ld"), {}, "other frequencies than others, .* one table for all"),
     "turned twice": (lambda: trained(llama, "rope", native="keep"), {}, "besides the model's own .* native='remove'"),
     "changing frequencies": (
-        lambda: trained(lambda: llama(rope_parameters=DYNAMIC), "nope", layers=[0]), {},
+        lambda: trained(lambda: llama(rope_parameters=DYNAMIC), "rope", theta=50.0, layers=[0]), {},
         r"layer 1 of the decoder \(without a scheme\) keeps frequencies that change beyond 64 tokens",
     ),
     "rotation on gpt2": (lambda: trained(gpt2, "rope"), {}, "turns queries and keys .* table of positions only"),
     "tables of layers": (lambda: trained(t5, "t5", shared=False), {}, "layer 1 of the encoder .* another bias"),
-    "some layers without": (lambda: trained(llama, "nope", layers=[1]), {}, "layer 1 .*turns some heads"),
     "no end": (lambda: trained(t5, "kerple"), {}, "goes on changing beyond 128 tokens"),
     "factor": (lambda: trained(t5, "kerple", weighted=True), {}, "changes the logits"),
     "distances of t5": (lambda: trained(t5, "nope"), {"max_positions": 30}, "no table of positions"),

@@ -210,6 +210,8 @@ NAMED: dict[str, set[str]] = {
     "hf_posenc.cli.convert": {"llama"},
     "hf_posenc.cli.evaluate": {"llama"},
     "hf_posenc.recipes.loading": {"llama"},
+    # The stock model of its hybrids.
+    "hf_posenc.patches.llama": {"smollm3"},
     # Hints.
     "hf_posenc.patches.export.restating": {"llama"},
 }  # fmt: skip

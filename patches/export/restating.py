@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from hf_posenc.errors import ExportError
 from hf_posenc.forms import DistanceTable
 from hf_posenc.operands import Geometry
 from hf_posenc.patches import record, surgery
-from hf_posenc.patches.architecture import Architecture
+from hf_posenc.patches.architecture import Architecture, config_named
 from hf_posenc.patches.share import with_share
 from hf_posenc.scheme import Scheme
 from hf_posenc.schemes.families.additive import Buckets
@@ -27,6 +28,8 @@ KEEP = "Load the converted checkpoint where hf-posenc is installed instead."
 _SLOWEST = 1e-13
 # Frequencies closer than this, as a share, are one: their angles differ by no more than float32 rounds them.
 _SAME = 2.0**-22
+# The field of a config that says of each layer whether it turns queries and keys, 1 or 0.
+_LIST = "no_rope_layers"
 # Stands for no rotation, since stock models store reciprocals of frequencies: the angle at a million positions is
 # 1e-24, whose cosine is 1 in any precision.
 _STILL = 1e-30
@@ -120,6 +123,23 @@ class Draft:
         self.replaced = True
         self.weights[self.names[id(parameter)]] = value.detach().to(parameter.device, parameter.dtype).contiguous()
 
+    def become(self, name: str) -> None:
+        """Change to the stock classes of another model type, whose weights have the same names."""
+        found = config_named(name)
+        assert found is not None
+        config, path = found
+        old, new = (kind.__name__.removesuffix("Config") for kind in (type(self.config), config))
+        head = self.kind.__name__.removeprefix(old)
+        kind = getattr(importlib.import_module(path), f"{new}{head}", None)
+        if kind is None:
+            raise ExportError(
+                f"Cannot export: there is no {new}{head}, which could leave layers without rotation. {KEEP}"
+            )
+        values = self.config.to_dict()
+        for own in ("model_type", "architectures", "transformers_version"):
+            values.pop(own, None)
+        self.kind, self.config = kind, config(**values)
+
     def build(self) -> PreTrainedModel:
         with torch.device("meta"):
             stock: PreTrainedModel = self.kind(copy.deepcopy(self.config))
@@ -154,30 +174,69 @@ def restate(draft: Draft, stacks: Sequence[Stack], *, max_positions: int | None)
 def _restate_rotations(draft: Draft, stack: Stack) -> None:
     """Bring the rotations of all layers into the one table of frequencies that a stock model has."""
     rotations = [_rotation(layer) for layer in stack.layers]
-    pairs = list(zip(stack.layers, rotations, strict=True))
-    if all(_is_native(rotation, layer.geometry) for layer, rotation in pairs):
+    native = [_is_native(rotation, layer) for layer, rotation in zip(stack.layers, rotations, strict=True)]
+    if all(native):
         return
-    for layer, rotation in pairs:
-        own = layer.geometry.inv_freq
-        if rotation.frequencies.any() and (own is None or not own.any()):
-            raise unfit(layer, "turns queries and keys, and this layer of the stock model does not")
+    falling = [_falling(rotation) for rotation in rotations]
+    turns = [bool(rotation.frequencies.any()) for rotation in falling]
+    if any(turns):
+        _choose_layers(draft, stack, turns)
+    # A rotation by nothing may still hold a factor.
+    changed = {
+        index: rotation
+        for index, rotation in enumerate(falling)
+        if turns[index] or not any(turns) or not rotation.is_identity()
+    }
+    if not all(native[index] for index in changed):
+        _restate_frequencies(draft, stack, changed, turns)
+
+
+def _choose_layers(draft: Draft, stack: Stack, turns: list[bool]) -> None:
+    """Let the stock model turn these layers only, by the list that some configs have."""
+    could = [layer.geometry.inv_freq is not None and bool(layer.geometry.inv_freq.any()) for layer in stack.layers]
+    if turns == could:
+        return
+    config = draft.config
+    if not hasattr(config, _LIST):
+        if draft.architecture.with_list is None:
+            layer, turning = next(pair for pair in zip(stack.layers, turns, could, strict=True) if pair[1] != pair[2])[
+                :2
+            ]
+            does = "turns queries and keys" if turning else "turns none of its queries and keys"
+            raise unfit(layer, f"{does}, and this layer of the stock model does{' not' if turning else ''}")
+        draft.become(draft.architecture.with_list)
+    setattr(draft.config, _LIST, [int(turning) for turning in turns])
+    count = f"{turns.count(False)} of {len(turns)} layers without rotation"
+    draft.changes.append(f"config: {count} ({_LIST}), in a {draft.kind.__name__}")
+    if turns != [(index + 1) % 4 != 0 for index in range(len(turns))]:
+        draft.changes.append("note: llama.cpp reads no such list, and would leave out every fourth layer instead")
+
+
+def _restate_frequencies(draft: Draft, stack: Stack, changed: Mapping[int, Rotation], turns: list[bool]) -> None:
+    """Write rotations of layers into the config and the projections; all that turn share their frequencies."""
     if "rope_theta" not in draft.config.rope_parameters:
         raise unfit(stack.layers[0], "needs other frequencies, and the model has several tables of them")
-    falling = [_falling(rotation) for rotation in rotations]
-    frequencies = falling[0].frequencies[0]
-    attention: Any
-    for layer, rotation, attention in zip(
-        stack.layers, falling, draft.architecture.attentions(stack.body), strict=True
-    ):
-        if bool(((rotation.frequencies - frequencies).abs() > _SAME * frequencies).any()):
+    frequencies = next(changed[index].frequencies[0] for index in changed if turns[index] or not any(turns))
+    attentions: Any = draft.architecture.attentions(stack.body)
+    for index, rotation in changed.items():
+        layer = stack.layers[index]
+        if layer.native and layer.geometry.rotary_limit is not None:
+            raise unfit(
+                layer,
+                f"keeps frequencies that change beyond {layer.geometry.rotary_limit} tokens, and other layers have "
+                "others. Rotary schemes freeze theirs; patch these layers with one",
+            )
+        if turns[index] and bool(((rotation.frequencies - frequencies).abs() > _SAME * frequencies).any()):
             raise unfit(
                 layer,
                 "turns some heads by other frequencies than others, and a stock model has one table for all heads of "
                 "all layers",
             )
-        projections = draft.architecture.projections(attention)
-        between = [name for name in dict(attention.named_children()) if name not in (*projections, surgery.OWN)]
-        if not _is_unit(rotation.basis) and any(list(getattr(attention, name).parameters()) for name in between):
+        projections = draft.architecture.projections(attentions[index])
+        between = [name for name in dict(attentions[index].named_children()) if name not in (*projections, surgery.OWN)]
+        if not _is_unit(rotation.basis) and any(
+            list(getattr(attentions[index], name).parameters()) for name in between
+        ):
             names = ", ".join(between)
             raise unfit(layer, f"needs other projections, and between these and the rotation the model has {names}")
         _turn_projections(draft, projections, rotation.basis, layer)
@@ -202,12 +261,6 @@ def _rotation(layer: Layer) -> Rotation:
         raise unfit(layer, f"{_DOES[type(layer.added)]}, and a model with rotary encoding has no table for that")
     if not layer.native:
         return layer.added if isinstance(layer.added, Rotation) else _native_rotation(geometry, there=False)
-    if geometry.rotary_limit is not None:
-        raise unfit(
-            layer,
-            f"keeps frequencies that change beyond {geometry.rotary_limit} tokens, and other layers have others. "
-            "Rotary schemes freeze theirs; patch these layers with one",
-        )
     if isinstance(layer.added, Rotation):
         raise unfit(layer, "turns queries and keys besides the model's own rotation. Patch with native='remove'")
     return _native_rotation(layer.kept)
@@ -221,10 +274,10 @@ def _native_rotation(geometry: Geometry, *, there: bool = True) -> Rotation:
     return Rotation.of_pairs(frequencies, geometry.head_dim, "half", factor)
 
 
-def _is_native(rotation: Rotation, geometry: Geometry) -> bool:
-    native = _native_rotation(geometry)
+def _is_native(rotation: Rotation, layer: Layer) -> bool:
+    native = _native_rotation(layer.geometry)
     return (
-        geometry.rotary_limit is None
+        (layer.geometry.rotary_limit is None or (layer.native and layer.kept is layer.geometry))
         and torch.equal(rotation.frequencies.float(), native.frequencies.float())
         and torch.equal(rotation.basis, native.basis)
     )
