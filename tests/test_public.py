@@ -212,6 +212,8 @@ NAMED: dict[str, set[str]] = {
     "hf_posenc.recipes.loading": {"llama"},
     # The stock model of its hybrids.
     "hf_posenc.patches.llama": {"smollm3"},
+    # A name in GGUF files.
+    "hf_posenc.patches.export.gguf": {"llama"},
     # Hints.
     "hf_posenc.patches.export.restating": {"llama"},
 }  # fmt: skip

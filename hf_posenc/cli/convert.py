@@ -283,6 +283,19 @@ def export(
 
 
 @app.command()
+def gguf(
+    directory: Annotated[Path, Argument(metavar="DIR", help="The exported or the converted checkpoint.")],
+    source: Annotated[Path, Argument(metavar="FILE", help="What llama.cpp's converter made of it.")],
+    out: Annotated[Path, Argument(metavar="OUT", help="GGUF file to write.")],
+) -> None:
+    """Write a GGUF file with what llama.cpp's converter leaves out: factors of an exported rotation, ALiBi's slopes."""
+    from hf_posenc.patches.export.gguf import complete_gguf
+
+    quiet()
+    typer.echo(complete_gguf(load_model(str(directory)), source, out))
+
+
+@app.command()
 def demo(
     out: Annotated[Path, Option(help="Folder to write; an earlier demo there is replaced.")] = Path("posenc-demo"),
     scheme: Annotated[str, Option(help="Target scheme.")] = "fire",

@@ -247,7 +247,9 @@ def _restate_frequencies(draft: Draft, stack: Stack, changed: Mapping[int, Rotat
     if len(moving):
         span = f"{len(moving)} from {moving[-1]:.3g} to {moving[0]:.3g} per token"
         draft.changes.append(f"config: rotary frequencies, {span}")
-        draft.changes.append("note: llama.cpp's converter drops frequencies of this type and would rotate as RoPE does")
+        draft.changes.append(
+            "note: llama.cpp's converter drops frequencies of this type: add them to its file by hf-posenc gguf"
+        )
     else:
         draft.changes.append("config: rotary frequencies, all zero, no positions")
     if draft.replaced:
