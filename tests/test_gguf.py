@@ -66,8 +66,9 @@ def test_factors_are_added(tmp_path: Path) -> None:
         complete_gguf(model, tmp_path / "out.gguf", tmp_path / "again.gguf")
 
 
-def test_slopes_have_an_architecture(tmp_path: Path) -> None:
-    model = llama()
+@pytest.mark.parametrize("heads", [3, 4, 12])
+def test_slopes_have_an_architecture(heads: int, tmp_path: Path) -> None:
+    model = stock("llama", hidden_size=48, num_attention_heads=heads, num_key_value_heads=heads)
     source = converted_by_llama_cpp(model, tmp_path / "in.gguf", rope_freqs__weight=[1.0, 1.0])
     complete_gguf(hf_posenc.patch(model, "alibi"), source, tmp_path / "out.gguf")
     (before, had), (after, has) = contents(source), contents(tmp_path / "out.gguf")

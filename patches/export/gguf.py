@@ -128,9 +128,9 @@ def _check_slopes(model: PreTrainedModel) -> None:
 def _standard(heads: int) -> Tensor:
     """Return the slopes that llama.cpp computes: powers of one number, and for other counts every other one between."""
     even = 2 ** (heads.bit_length() - 1)
-    first = torch.arange(1, even + 1, dtype=torch.float64)
-    rest = torch.arange(1, 2 * (heads - even), 2, dtype=torch.float64)
-    return 2.0 ** -torch.cat((first * 8 / even, rest * 4 / even))
+    first = torch.arange(1, even + 1, dtype=torch.float64) * 8 / even
+    between = torch.arange(1, 2 * even, 2, dtype=torch.float64) * 4 / even
+    return 2.0 ** -torch.cat((first, between[: heads - even]))
 
 
 def _write(writer: Any, reader: Any, tensors: Mapping[str, Any], added: Mapping[str, Any]) -> None:
