@@ -311,7 +311,11 @@ def check(model: PreTrainedModel) -> dict[str, Any]:
                 found[name] = max(value, found.get(name, 0.0))
         with tempfile.TemporaryDirectory() as folder:
             ours.save_pretrained(folder)
-            found["saved"] = hold("saved", apart(output(load(type(ours), folder), call), whole), 0.0)
+            try:
+                again = load(type(ours), folder)
+            except PosencError as error:  # a model that was converted and cannot come back is no refusal
+                raise Broken(f"saved: it does not load again ({_line(error)})") from error
+            found["saved"] = hold("saved", apart(output(again, call), whole), 0.0)
             if scheme == "kerple" and loads(type(model), folder):
                 raise Broken("locked: the stock class loads a converted checkpoint")
         found["unpatched"] = hold("unpatched", apart(output(hf_posenc.unpatch(ours), call), before), 0.0)

@@ -37,6 +37,8 @@ from hf_posenc.patches.surgery import is_patched, swap_class
 # The type of all composites with a converted part, and the keys with their own; the type of a part inside of one.
 COMPOSITE, OWN_TYPE = "hf_posenc_composite", "posenc_composite"
 PART, PART_TYPE = "hf_posenc_part", "posenc_part"
+# What stands between a model's name and the type of its config, where that is no config of the model's own code.
+_OF = "__"
 
 
 class PartConfig(PreTrainedConfig):
@@ -132,7 +134,7 @@ class PosencCompositeConfig(OwnConfig):
                     f"Got the config of a model with a converted part for {kind.__name__}.from_pretrained, which "
                     f"would not check it. Use an Auto class or Posenc{kind.__name__}."
                 )
-        swap_class(model, model_twin(type(model)))
+        swap_class(model, model_twin(type(model), self.posenc_stock))
 
     def to_json_string(self, use_diff: bool = True) -> str:
         """Return config.json with the locked configs of the parts, and with `auto_map`, which leads to this package."""
@@ -188,8 +190,9 @@ def config_twin(stock: Any) -> Any:
     return twin
 
 
-def model_twin(stock: Any) -> Any:
-    return _model_twin(stock, config_twin(stock.config_class))
+def model_twin(stock: Any, config: Any = None) -> Any:
+    """Return the patched class of a composite, with a config of its own type, or of another: some types are no more."""
+    return _model_twin(stock, config_twin(config or stock.config_class))
 
 
 @functools.cache
@@ -198,7 +201,8 @@ def _model_twin(stock: Any, config: Any) -> Any:
     # What the stock class offers is offered: the parts refuse what they cannot do.
     names = ("_supports_flash_attn", "_supports_flex_attn", "_supports_attention_backend")
     attributes |= {name: getattr(stock, name) for name in names}
-    twin = type(f"Posenc{_public(stock).__name__}", (PosencComposite, stock), attributes)
+    other = "" if config.posenc_stock is stock.config_class else f"{_OF}{config.posenc_stock.__name__}"
+    twin = type(f"Posenc{_public(stock).__name__}{other}", (PosencComposite, stock), attributes)
     recorded: Any = getattr(twin, "_can_record_outputs", None)
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(twin), recorded)
     return twin
@@ -216,12 +220,14 @@ def _public(stock: Any) -> Any:
 
 def __getattr__(name: str) -> Any:
     # Pickle, the stub and `config.architectures` have these classes by name.
-    stock: Any = getattr(transformers, name.removeprefix("Posenc"), None) if name.startswith("Posenc") else None
+    head, _, other = name.removeprefix("Posenc").partition(_OF)
+    stock: Any = getattr(transformers, head, None) if name.startswith("Posenc") else None
     is_config = isinstance(stock, type) and issubclass(stock, PreTrainedConfig)
     is_model = isinstance(stock, type) and issubclass(stock, PreTrainedModel)
-    config: Any = stock if is_config else stock.config_class if is_model else None
+    own: Any = stock if is_config else stock.config_class if is_model else None
+    config: Any = getattr(transformers, other, None) if other else own
     if getattr(config, "sub_configs", None):
-        return config_twin(stock) if is_config else model_twin(stock)
+        return config_twin(stock) if is_config else model_twin(stock, config)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -265,7 +271,7 @@ def enclose(outer: nn.Module) -> None:
             if architecture is not None:
                 surgery.swap(architecture, module)
                 continue
-            swap_class(module, model_twin(type(module)))
+            swap_class(module, model_twin(type(module), surgery.stock_class(type(module.config))))
             _enclose_config(module.config)
 
 

@@ -76,6 +76,13 @@ KINDS: dict[str, tuple[str, dict[str, Any], int]] = {
          "image_token_index": IMAGE_TOKEN},
         4,
     ),
+    "shieldgemma2": (  # the model of another type, with a config of its own
+        "Gemma3ForConditionalGeneration ShieldGemma2Config",
+        {"vision_config": _dict("siglip_vision_model", _VISION), "mm_tokens_per_image": 4,
+         "text_config": _dict("gemma3_text", _TEXT, layer_types=["full_attention"] * 2),
+         "image_token_index": IMAGE_TOKEN},
+        4,
+    ),
     "paligemma": (
         "PaliGemmaForConditionalGeneration",
         {"vision_config": _dict("siglip_vision_model", _VISION), "text_config": _dict("gemma", _TEXT),
@@ -121,8 +128,9 @@ def make(name: str) -> PreTrainedModel:
 def _make(name: str) -> PreTrainedModel:
     head, parts, _ = KINDS[name]
     torch.manual_seed(0)
+    head, _, config = head.partition(" ")
     kind = getattr(transformers, head)
-    model: PreTrainedModel = kind(kind.config_class(**parts)).eval()
+    model: PreTrainedModel = kind((getattr(transformers, config) if config else kind.config_class)(**parts)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

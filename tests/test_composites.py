@@ -26,7 +26,7 @@ from hf_posenc.patches import record
 from hf_posenc.patches.surgery import is_of_scheme
 
 # The kinds that run by default come first; those behind are of the same making.
-FIRST = ("llava", "gemma3", "blip_2", "encoder_decoder", "vision_encoder_decoder")
+FIRST = ("llava", "gemma3", "shieldgemma2", "blip_2", "encoder_decoder", "vision_encoder_decoder")
 KINDS = [*FIRST, *(pytest.param(name, marks=pytest.mark.grid) for name in composites.KINDS if name not in FIRST)]
 # A scheme for each kind in turn: with weights of each layer, shared weights, state in the cache, and none at all.
 SCHEMES = ("fire", "alibi", "fox", "kerple", "tape", "fire_s", "learned", "cope", "nope", "shaw")
@@ -257,7 +257,7 @@ _WITHOUT = """
 import transformers
 for name in NAMES:
     config = json.loads((folder / name / "config.json").read_text())
-    stock = config["architectures"][0].removeprefix("Posenc")
+    stock = config["architectures"][0].removeprefix("Posenc").partition("__")[0]
     for kind in ("AutoConfig", "AutoModel", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", stock):
         attempt(f"{name} {kind}", lambda: getattr(transformers, kind).from_pretrained(folder / name))
     attempt(f"{name} misshapen",
