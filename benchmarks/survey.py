@@ -53,7 +53,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "survey.md"
 # Of each kind, and of each way that encodings are built; the tests try these.
 SAMPLE = (
     "granite", "cohere2", "muse_spark_text", "electra", "xlm-roberta", "eurobert", "clip_text_model",
-    "switch_transformers", "dinov2", "siglip_vision_model", "clip_vision_model", "llava",
+    "switch_transformers", "bart", "opt", "dinov2", "siglip_vision_model", "clip_vision_model", "llava",
 )  # fmt: skip
 # A type that takes longer does not work.
 SECONDS = 120
@@ -146,6 +146,7 @@ _AUTO = (
     "AutoModelForCausalLM",
     "AutoModelForMaskedLM",
     "AutoModelForSeq2SeqLM",
+    "AutoModelForSpeechSeq2Seq",
     "AutoModelForImageTextToText",
     "AutoModel",
 )
@@ -173,7 +174,8 @@ def build(config: Any) -> PreTrainedModel:
     model: PreTrainedModel = kind(config).eval().float()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for weight in model.parameters():  # norms and biases start at numbers that hide mistakes
+        # Norms and biases start at numbers that hide mistakes. What is frozen is computed, and may not be saved.
+        for weight in filter(lambda weight: weight.requires_grad, model.parameters()):
             weight.copy_(weight.nan_to_num()).add_(0.05 * torch.randn(weight.shape, generator=generator))
     return model
 
@@ -192,6 +194,10 @@ def inputs(model: PreTrainedModel, mask: bool = False) -> dict[str, Tensor]:
         if config.is_encoder_decoder:
             call["decoder_input_ids"] = ids.flip(1)
         return call
+    if "input_features" in names and hasattr(config, "max_source_positions"):
+        ids = torch.randint(6, min(config.vocab_size, VOCABULARY) - 8, (2, TOKENS), generator=generator)
+        sound = torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions, generator=generator)
+        return {"input_features": sound} | ({"decoder_input_ids": ids} if "decoder_input_ids" in names else {})
     size = getattr(config, "image_size", 16)
     size = (size, size) if isinstance(size, int) else tuple(size)
     channels = getattr(config, "num_channels", 3)
@@ -238,12 +244,14 @@ def moved(model: PreTrainedModel) -> PreTrainedModel:
 
 def cached(model: Any, call: dict[str, Tensor]) -> Tensor:
     """Return the output of the tokens in several forwards, with a cache."""
-    ids, found, cache = call["input_ids"], [], None
+    prefix = "decoder_" if model.config.is_encoder_decoder else ""
+    ids, found, cache = call[f"{prefix}input_ids"], [], None
+    rest = {key: value for key, value in call.items() if prefix and key != f"{prefix}input_ids"}
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     for start, stop in ((0, 9), (9, 10), (10, 14), (14, TOKENS)):
         given = {} if cache is None else {name: cache}
         with torch.no_grad():
-            made = model(input_ids=ids[:, start:stop], use_cache=True, **given)
+            made = model(**rest, **{f"{prefix}input_ids": ids[:, start:stop]}, use_cache=True, **given)
         cache = made[name]
         found.append(made.logits.float())
     return torch.cat(found, dim=1)
@@ -272,10 +280,10 @@ def check_text(
 ) -> dict[str, float]:
     """Check cache and padding of a patched model; return the largest differences."""
     found = {}
-    generates = causal and ours.can_generate() and not ours.config.is_encoder_decoder
+    generates = (causal or ours.config.is_encoder_decoder) and ours.can_generate()
     # Some stock models do not take padding, and some see it: these may stay as they are.
-    with contextlib.suppress(AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-        apart_by, control = (padded(model, call, generates) for model in (ours, stock))
+    with contextlib.suppress(AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        apart_by, control = (padded(model, call, causal) for model in (ours, stock))
         if apart_by is not None and (control is None or apart_by <= max(1e-3, 2 * control)):
             found["padded"] = apart_by
         elif apart_by is not None:
@@ -306,7 +314,7 @@ def check(model: PreTrainedModel) -> dict[str, Any]:
         whole = output(ours, call)
         if apart(whole, before) < 1e-6:
             raise Broken(f"{scheme} changes nothing")
-        if "input_ids" in call:
+        if "input_ids" in call or "decoder_input_ids" in call:
             for name, value in check_text(model, ours, call, causal).items():
                 found[name] = max(value, found.get(name, 0.0))
         with tempfile.TemporaryDirectory() as folder:
@@ -345,7 +353,7 @@ def kind_of(model: PreTrainedModel) -> str:
     names = inspect.signature(model.forward).parameters
     if config.sub_configs:
         return "composite"
-    if config.is_encoder_decoder:
+    if config.is_encoder_decoder and "decoder_input_ids" in names:
         return "encoder-decoder"
     if "input_ids" in names:
         return "decoder" if model.can_generate() else "encoder"

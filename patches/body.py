@@ -66,6 +66,8 @@ class PosencBody(Switch):
     posenc_arguments: ClassVar[tuple[str, ...]]
     # Whether the stock forward tells the attention function that it is causal; else the attention modules say so.
     posenc_causal: ClassVar[bool] = False
+    # Whether embeddings are not what the forward takes.
+    posenc_hooks: ClassVar[bool] = False
     # Whether a server was admitted that attends by itself, see `serving`.
     posenc_outside: bool = False
 
@@ -126,7 +128,7 @@ class PosencBody(Switch):
     def run(self, call: dict[str, Any]) -> Any:
         """Call the stock forward with the arguments that `prepare` returned."""
         context = call.get(CONTEXT)
-        if context is None or _EMBEDDED in self.posenc_arguments or not self.embedders():
+        if context is None or not self.hooks() or not self.embedders():
             return super().forward(**call)  # type: ignore[misc]
 
         thread = this_thread()
@@ -140,6 +142,10 @@ class PosencBody(Switch):
             return super().forward(**call)  # type: ignore[misc]
         finally:
             handle.remove()
+
+    def hooks(self) -> bool:
+        """Whether schemes reach the embeddings by a hook only."""
+        return self.posenc_hooks or _EMBEDDED not in self.posenc_arguments
 
     def hook_embeddings(self, embed: Callable[[Tensor], Tensor]) -> RemovableHandle:
         """Let a function act on the embeddings where the forward takes none."""
@@ -202,7 +208,7 @@ class PosencBody(Switch):
 
     def embed(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
         """Return the arguments of a forward, with embeddings of the tokens if these schemes change them."""
-        if self.embedders() and _EMBEDDED in self.posenc_arguments:
+        if self.embedders() and not self.hooks():
             inputs = call.get(_EMBEDDED)
             if inputs is None:
                 inputs = self.get_input_embeddings()(call.pop("input_ids"))

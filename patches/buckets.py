@@ -134,11 +134,12 @@ class BucketFamily(Family):
     @classmethod
     def read(cls, code: Code) -> Code:
         """Return the classes of a family with the attention that makes the biases; others are around it."""
-        inside = [kind for kind in built_by(code.layer) if "relative_attention_bias" in names_of(kind)]
+        (_, layer), *_ = code.stacks
+        inside = [kind for kind in built_by(layer) if "relative_attention_bias" in names_of(kind)]
         if len(inside) != 1:
             found = ", ".join(kind.__name__ for kind in inside) or "none"
             raise ArchitectureError(
-                f"{code.layer.__name__} has no one class of attention with a relative_attention_bias (found: {found}), "
+                f"{layer.__name__} has no one class of attention with a relative_attention_bias (found: {found}), "
                 "so it is no family that can be read from its code. Write an architecture by hand, see "
                 "docs/own_architecture.md."
             )

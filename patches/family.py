@@ -173,16 +173,20 @@ class TableBody(PosencBody):
 
     def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
         assert context.inputs is not None
-        table, reach = table_of(self), context.inputs.reach
-        rows = table.num_embeddings - first_row(table)
-        # A traced graph has no numbers.
-        if reach >= rows and not torch.compiler.is_compiling() and not getattr(table, "posenc_removed", False):
-            raise PositionError(
-                f"Position {reach} is beyond the model's own table of {rows} positions, which was kept. Give shorter "
-                "inputs, or remove it: patch with native='remove', or hf_posenc.drop_native(model)."
-            )
+        table = table_of(self)
+        check_reach(table, context.inputs.reach, table.num_embeddings - first_row(table))
         call = super().hand_down(call, context)
         return call | {"position_ids": call["position_ids"] + first_row(table)}
+
+
+def check_reach(table: nn.Module, reach: int, rows: int) -> None:
+    """Raise if a table was kept and has no row for a position."""
+    # A traced graph has no numbers.
+    if reach >= rows and not torch.compiler.is_compiling() and not getattr(table, "posenc_removed", False):
+        raise PositionError(
+            f"Position {reach} is beyond the model's own table of {rows} positions, which was kept. Give shorter "
+            "inputs, or remove it: patch with native='remove', or hf_posenc.drop_native(model)."
+        )
 
 
 # Names that stock embeddings, and bodies, give to the table.
@@ -209,7 +213,8 @@ class Family(Architecture):
     """An architecture whose classes and facts are read from the modeling module of transformers."""
 
     body: ClassVar[type[PreTrainedModel]]
-    layer: ClassVar[type[nn.Module]]
+    # The class of the layers of each body: an encoder and a decoder may differ.
+    layered: ClassVar[Mapping[type[PreTrainedModel], type[nn.Module]]]
     rotary: ClassVar[type[nn.Module] | None] = None
     # Whether the body says so to the attention function; else the attention modules do.
     causal: ClassVar[bool]
@@ -245,7 +250,7 @@ class Family(Architecture):
         return field, "requires hf_posenc"
 
     def stacks(self, model: nn.Module) -> dict[str, nn.Module]:
-        bodies = outermost(model, self.body)
+        bodies = outermost(model, tuple(self.layered))
         return {"decoder" if self._is_causal(body) else "encoder": body for body in bodies}
 
     def _is_causal(self, body: nn.Module) -> bool:
@@ -258,11 +263,17 @@ class Family(Architecture):
             refuse(self.attention, "does not say whether it is causal")
         return self.causal or bool(attention.is_causal)
 
+    def layer_of(self, body: nn.Module) -> type[nn.Module]:
+        """Return the stock class of the layers of a body."""
+        return next(layer for kind, layer in self.layered.items() if isinstance(body, kind))
+
     def layers(self, body: nn.Module) -> Sequence[nn.Module]:
-        found = list(outermost(body, self.layer))
+        found, config = list(outermost(body, self.layer_of(body))), cast(Any, body).config
         if not found:
             raise ArchitectureError(f"Cannot patch {type(body).__name__}: it has no layers.")
-        if len(found) == 1 < cast(Any, body).config.num_hidden_layers:
+        # Configs of encoders with decoders state the layers of either.
+        stated = config.decoder_layers if len(self.layered) > 1 and self._is_causal(body) else config.num_hidden_layers
+        if len(found) == 1 < stated:
             raise ArchitectureError(
                 f"Cannot patch {type(body).__name__}: it uses one layer several times, which schemes cannot tell apart."
             )
@@ -280,7 +291,11 @@ class Family(Architecture):
 
     def projections(self, attention: nn.Module) -> Mapping[str, nn.Module | None]:
         # The names are those of a new attention: this one may have been altered after loading.
-        blank = blank_module(self.attention, vars(attention)["config"], getattr(attention, "layer_idx", None) or 0)
+        config, number = vars(attention)["config"], getattr(attention, "layer_idx", None) or 0
+        if next(iter(inspect.signature(self.attention).parameters)) == "config":
+            blank = blank_module(self.attention, config, number)
+        else:  # one that is told its sizes
+            blank = next(outermost(blank_module(next(iter(self.layered.values())), config, number), self.attention))
         names = [name for name, module in blank.named_children() if isinstance(module, nn.Linear | Conv1D)]
         return {name: getattr(attention, name, None) for name in names}
 
@@ -288,12 +303,12 @@ class Family(Architecture):
         rotary: nn.Module | None = getattr(body, "rotary_emb", None)
         kind = None if rotary is None else type(rotary)
         config: Any = cast(Any, body).config
-        facts = read_facts(config, self.layer, self.attention, kind, layer)
+        facts = read_facts(config, self.layer_of(body), self.attention, kind, layer)
         if not facts.may_not_rotate:
             return facts
         stock = copy.copy(config)
         stock.__class__ = getattr(type(config), "posenc_stock", type(config))
-        return facts if rotated(self.body, self.layer, stock)[layer] else without_rotation(facts)
+        return facts if rotated(self.body, self.layer_of(body), stock)[layer] else without_rotation(facts)
 
     def attributes(self, body: nn.Module, layer: int) -> Mapping[str, Any]:
         facts = self.facts(body, layer)
@@ -454,17 +469,23 @@ def add_family(name: str, namespace: dict[str, Any], kind: type[Family] | None =
         model_type=own_type(name),
         posenc_lock=kind.lock(code.config, code.rotary),
     )
-    causal = _says_causal(code.body)
+    causal = len(code.stacks) == 1 and _says_causal(code.body)
     add(code.attention, kind.attending, posenc_causal=causal)
-    add(code.layer, PosencLayer)
-    add(code.body, kind.acting, PosencModel, config_class=config, posenc_causal=causal)
+    for body, layer in code.stacks:
+        add(layer, PosencLayer)
+        add(body, kind.acting, PosencModel, config_class=config, posenc_causal=causal)
     for model in code.models:
         if model not in twins:
             head = PosencGenerator if issubclass(model, GenerationMixin) else PosencModel
             add(model, head, config_class=config)
     for stock, (mixin, attributes) in kind.holders(code).items():
         add(stock, mixin, **attributes)
-    parts: dict[str, Any] = {"attention": code.attention, "layer": code.layer, "body": code.body, "rotary": code.rotary}
+    parts: dict[str, Any] = {
+        "attention": code.attention,
+        "layered": dict(code.stacks),
+        "body": code.body,
+        "rotary": code.rotary,
+    }
     parts |= {"name": name, "causal": causal, "twins": {**twins, **kind.shared}}
     made: Family = type(f"{name.title().replace('_', '')}Family", (kind,), parts)()
     register_architecture(made)
@@ -477,15 +498,19 @@ class Code:
 
     Attributes:
         models: All model classes with the config, the body among them.
+        stacks: The bodies, each with the class of its layers; most families have one.
         rotary: The class of its rotary module, if there is one.
     """
 
     config: Any
     models: list[type[PreTrainedModel]]
-    body: type[PreTrainedModel]
-    layer: type[nn.Module]
+    stacks: tuple[tuple[type[PreTrainedModel], type[nn.Module]], ...]
     attention: type[nn.Module]
     rotary: type[nn.Module] | None
+
+    @property
+    def body(self) -> type[PreTrainedModel]:
+        return self.stacks[0][0]
 
     @classmethod
     def of(cls, config: Any, path: str) -> Code:
@@ -507,21 +532,28 @@ class Code:
             for kind in dict.fromkeys(kinds)
             if kind.__module__ == path and kind.config_class is config and "pretrained" not in kind.__name__.lower()
         ]
-        for ends in _BODIES:
+        # Some models have one or two bodies inside that add a table of positions by themselves.
+        bodies = [kind for kind in models if "embed_positions" in names_of(kind)]
+        several = len(bodies) == 2
+        for ends in () if bodies else _BODIES:
             bodies = [kind for kind in models if kind.__name__.endswith(ends) and not issubclass(kind, GenerationMixin)]
             bodies = [kind for kind in bodies if not any(other in kind.__mro__[1:] for other in bodies)]
             if bodies:
                 break
-        if len(bodies) != 1:
+        if len(bodies) != 1 and not several:
             found = ", ".join(kind.__name__ for kind in bodies) or "none"
             lacks(f"has no one class with the embeddings and all layers (found: {found})")
-        (body,) = bodies
-        recorded = body._can_record_outputs or {}
-        layer, attention = (_recorded(recorded.get(what)) for what in ("hidden_states", "attentions"))
-        if attention is None or layer is None:
-            lacks(f"has no one class of {'layers' if layer is None else 'attention'} that {body.__name__} records")
-        rotary = next((kind for kind in built_by(body) if kind.__name__.endswith("RotaryEmbedding")), None)
-        return cls(config, models, body, layer, attention, rotary)
+        kinds, stacks = {}, {}
+        for body in bodies:
+            recorded = body._can_record_outputs or {}
+            layer, attention = (_recorded(recorded.get(what)) for what in ("hidden_states", "attentions"))
+            if attention is None or layer is None:
+                lacks(f"has no one class of {'layers' if layer is None else 'attention'} that {body.__name__} records")
+            stacks[body], kinds[attention] = layer, None
+        if len(kinds) > 1:
+            lacks(f"has other attentions in its encoder than in its decoder ({', '.join(x.__name__ for x in kinds)})")
+        rotary = next((kind for kind in built_by(bodies[0]) if kind.__name__.endswith("RotaryEmbedding")), None)
+        return cls(config, models, tuple(stacks.items()), next(iter(kinds)), rotary)
 
 
 # Ends of the names of bodies, the likeliest first.
@@ -558,9 +590,10 @@ def _names(code: CodeType) -> Iterator[str]:
 
 def kind_of(code: Code) -> type[Family]:
     """Return how the native encoding of a family is handled."""
-    for name in ("buckets", "images"):  # they derive from this module, and what they handle is more special
+    for name in ("buckets", "images", "added"):  # they derive from this module, and what they handle is more special
         importlib.import_module(f"hf_posenc.patches.{name}")
-    return next(kind for kind in reversed(Family.__subclasses__()) if kind.fits(code))
+    kinds = [kind for general in Family.__subclasses__() for kind in (general, *general.__subclasses__())]
+    return next(kind for kind in reversed(kinds) if "fits" in vars(kind) and kind.fits(code))
 
 
 def _says_causal(body: Any) -> bool:

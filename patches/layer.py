@@ -14,7 +14,7 @@ from hf_posenc.patches.attention import CONTEXT, without_context
 from hf_posenc.patches.context import Context, Mixin, Passage, is_this_thread, this_thread
 
 # Names that stock layers give to the feed-forward; the last are behind one attention or two, and some have experts.
-FEED_FORWARDS: tuple[str, ...] = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "output.dense")
+FEED_FORWARDS: tuple[str, ...] = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "output.dense", "fc2")
 FEED_FORWARDS += ("layer.1.DenseReluDense", "layer.2.DenseReluDense", "layer.1.mlp", "layer.2.mlp")
 
 
@@ -75,6 +75,8 @@ class PosencLayer(Mixin):
                 handle.remove()
         carried = passage.carried
         if passage.scheme is not None and carried is not None:
-            # A feed-forward may run on one chunk of the tokens after the other.
-            carried = passage.scheme(type(passage.scheme).feed, carried, torch.cat(fed, dim=1))
+            # A feed-forward may run on one chunk of the tokens after the other, or on all rows as one.
+            carried = passage.scheme(
+                type(passage.scheme).feed, carried, torch.cat(fed, dim=-2).view(hidden_states.shape)
+            )
         return (*result, carried) if isinstance(result, tuple) else (result, carried)

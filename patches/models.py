@@ -292,7 +292,8 @@ class PosencGenerator(PosencModel, Mixin):
             kwargs["position_coords"] = position_coords
             if "continuation" not in kwargs:  # else an assisted model calls its assistant
                 kwargs |= self._check_generation_coords(inputs, position_coords, kwargs)
-        return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+        given = () if inputs is None and not args else (inputs, *args)  # some models give the inputs another name
+        return super().generate(*given, **kwargs)  # type: ignore[misc]
 
     def prepare_inputs_for_generation(
         self,
