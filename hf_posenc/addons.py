@@ -1,7 +1,7 @@
 """A positional scheme with add-ons, as one scheme: `"fire+log_temperature"`.
 
-An add-on is a scheme that changes queries, the softmax, the output of attention, or the logits of near or first keys.
-The other scheme carries the positions.
+An add-on is a scheme that changes projections, the softmax, the output of attention, or the logits of near or first
+keys. The other scheme carries the positions.
 """
 
 import functools
@@ -57,7 +57,8 @@ class Composite(Scheme):
                 f"{self.name}: {self.base.name} is one module for all layers, and add-ons belong to one layer each. "
                 "Use them alone (native='keep'), or with another scheme."
             )
-        self.reads_keys, self.axes, self.history = self.base.reads_keys, self.base.axes, self.base.history
+        self.reads_keys, self.axes = self.base.reads_keys, self.base.axes
+        self.history = max(part.history for part in self.schemes())
         self.directions = tuple(way for way in self.base.directions if all(way in kind.directions for kind in kinds))
         self.neutral_options, self.adaptation = self.base.neutral_options, self.base.adaptation
 
@@ -88,9 +89,13 @@ class Composite(Scheme):
     carry, feed = _of_base("carry"), _of_base("feed")
 
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
-        there = self.base.project(tokens, q, k, v)
-        for part in self.added_on:
-            there = replace(there, q=part.project(tokens, there.q, there.k, there.v).q)
+        there = Projection(q, k, v)
+        for part in sorted(self.schemes(), key=lambda part: not part.projects_first):
+            new = part.project(tokens, there.q, there.k, there.v)
+            if part is self.base or part.projects_first:
+                there = replace(new, recent={**there.recent, **new.recent})
+            else:
+                there = replace(there, q=new.q)
         return there
 
     def score(self, logits: Tensor, q: Tensor, k: Tensor, block: Block) -> Tensor:
@@ -135,7 +140,7 @@ class Composite(Scheme):
 
     def facts(self, *, native_kept: bool = False, element: int = 4) -> Facts:
         found = self.base.facts(native_kept=native_kept, element=element)
-        others = [part.facts(native_kept=True) for part in self.added_on]
+        others = [part.facts(native_kept=True, element=element) for part in self.added_on]
         neutral = all(other.exact for other in others)
         if not native_kept and any(part.spares_first for part in self.added_on):
             # What stands for the native encoding would be gone from the first key.
@@ -144,6 +149,7 @@ class Composite(Scheme):
             found,
             exact=found.exact and neutral,
             tolerance=found.tolerance if neutral else None,
+            state_bytes=tuple(map(sum, zip(found.state_bytes, *(other.state_bytes for other in others), strict=True))),
             sums_to_one=found.sums_to_one and all(other.sums_to_one for other in others),
         )
 

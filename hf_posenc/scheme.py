@@ -86,6 +86,8 @@ class Scheme(FastForms, nn.Module, metaclass=_Started):
     spares_first: ClassVar[bool] = False
     # Whether `score` reads the content of keys; the cache then also stores them without the native rotation.
     reads_keys: bool = False
+    # Whether, as an add-on, it changes projections before the scheme that it is added to, keys and values included.
+    projects_first: ClassVar[bool] = False
     # Whether the scheme is one module for the whole stack rather than one per layer.
     shared: bool = False
     # Number of coordinates of a token that the scheme reads; 0 reads positions only.

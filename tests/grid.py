@@ -48,6 +48,7 @@ PAIRS = {
     "gated_output":    "llama gpt_neox           | t5",
     "near":            "t5                       | llama",
     "first_key":       "llama                    | t5 bert",
+    "kv_shift":        "t5 llama                 | gpt2",
     "learned":         "gpt2 umt5 gemma          | llama vit",
     "nope":            "t5 smollm3               | llama bert",
     "selective_rope":  "llama qwen2 mt5          | t5 gemma3",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tiny import auto, converted, ids, stock
 import hf_posenc
 from hf_posenc import OptionError, registry, schemes
 from hf_posenc.attention import executors
-from hf_posenc.operands import Block, Positions, Tokens
+from hf_posenc.operands import Block, Geometry, Positions, Tokens
 
 # One module serves all layers.
 ONE_FOR_ALL = {"fire_s", "learned", "sinusoidal"}
@@ -30,7 +31,7 @@ BASES = [
 def test_at_its_start_an_add_on_changes_nothing(base: str, direction: str) -> None:
     places = torch.tensor([[0, 1, 2, 5, 9]])
     alone = make(base, direction, {})
-    for addon in ("gated_output", "log_temperature", "near"):
+    for addon in ("gated_output", "kv_shift", "log_temperature", "near"):
         if direction not in schemes()[addon].directions:
             continue
         both = registry.build(f"{base}+{addon}", alone.geometry).double()
@@ -40,6 +41,43 @@ def test_at_its_start_an_add_on_changes_nothing(base: str, direction: str) -> No
         given = operands(alone, 5)
         assert torch.equal(*(run(each, given, places, executor="dense") for each in (both, alone)))
         assert addon == "near" or executors(both) == executors(alone)
+
+
+def test_kv_shift_mixes_each_key_and_value_with_those_of_the_token_before() -> None:
+    """The paper's equations in loops: padding between tokens is passed over, and rows may hold several sequences."""
+    geometry = Geometry(heads=4, kv_heads=2, head_dim=3, hidden_size=12, causal=True)
+    scheme = registry.build("kv_shift", geometry).double()
+    with torch.no_grad():
+        for parameter in scheme.parameters():
+            parameter.normal_()
+    places = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 0, 1, 0, 1, 2]])
+    real = torch.tensor([[True, True, False, True, True, True], [False, True, True, True, True, True]])
+    before = ((None, 0, 1, 1, 3, 4), (None, None, 1, None, 3, 4))
+    q, k, v = (torch.randn(2, heads, 6, 3, dtype=torch.float64) for heads in (4, 2, 2))
+    made = scheme.project(Tokens(positions=Positions(places, places), real=real), q, k, v)
+    assert made.q is q
+    for got, x, (here, there) in (
+        (made.k, k, scheme.get_parameter("key_shift")),
+        (made.v, v, scheme.get_parameter("value_shift")),
+    ):
+        for row, head, slot in itertools.product(range(2), range(2), range(6)):
+            earlier = before[row][slot]
+            want = here[head] * x[row, head, slot]
+            if earlier is not None:
+                want = want + there[head] * x[row, head, earlier]
+            if real[row, slot]:
+                torch.testing.assert_close(got[row, head, slot], want)
+
+
+def test_kv_shift_acts_before_the_rotation_of_another_scheme() -> None:
+    geometry = Geometry(heads=2, kv_heads=1, head_dim=4, hidden_size=8, causal=True)
+    both, rope = (registry.build(name, geometry).double() for name in ("rope+kv_shift", "rope"))
+    with torch.no_grad():
+        both.get_parameter("parts.1.key_shift").copy_(torch.tensor([[0.5], [2.0]]))
+    tokens = Tokens(positions=Positions(*[torch.arange(5)[None]] * 2))
+    q, k, v = (torch.randn(1, heads, 5, 4, dtype=torch.float64) for heads in (2, 1, 1))
+    mixed = 0.5 * k + 2.0 * torch.cat((torch.zeros_like(k[:, :, :1]), k[:, :, :-1]), dim=2)
+    torch.testing.assert_close(both.project(tokens, q, k, v).k, rope.project(tokens, q, mixed, v).k)
 
 
 @pytest.mark.parametrize("addon", ["near", "first_key", "near+first_key"])

@@ -576,6 +576,7 @@ def test_projections_are_rounded_once_and_not_by_autocast(name: str, direction: 
 # Schemes whose logits depend on more than one pair of query and key are compared elsewhere.
 ELSEWHERE = {
     "cape": ["cape"],
+    "addons": ["kv_shift"],
     "block_rotations": ["comrope_ap", "comrope_ld", "liere"],
     "content_relative": ["shaw"],
     "fox": ["fox", "fox_pro"],
