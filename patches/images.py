@@ -18,7 +18,7 @@ from hf_posenc.patches.attention import CONTEXT, arguments_of
 from hf_posenc.patches.body import COORDS, PosencBody
 from hf_posenc.patches.context import Context, Inputs, Switch, real_tokens, refuse_samples
 from hf_posenc.patches.family import TABLES, Code, Family, built_by, names_of
-from hf_posenc.patches.probe import blank_module
+from hf_posenc.patches.probe import Facts, blank_module, read_facts
 
 # The argument that asks for an interpolated table.
 _STRETCH = "interpolate_pos_encoding"
@@ -104,6 +104,17 @@ class ImageBody(PosencBody):
         return handle
 
 
+class TurnedImageBody(ImageBody):
+    """Mixin of patched bodies that rotate queries and keys by the places of patches, for images of any size."""
+
+    def grid(self, pixels: Tensor) -> tuple[int, int]:
+        (height, width), patch = pixels.shape[-2:], sizes(self.config)[0]
+        return height // patch[0], width // patch[1]
+
+    def hand_down(self, call: dict[str, Any], context: Context) -> dict[str, Any]:
+        return call | {CONTEXT: context}
+
+
 def grid_coords(rows: int, columns: int, device: torch.device, first: int = 1) -> Tensor:
     """Return row and column of the tokens before the patches, (0, 0), and of each patch, float32 `[1, tokens, 2]`."""
     patches = grid(rows, columns).to(device)
@@ -111,7 +122,8 @@ def grid_coords(rows: int, columns: int, device: torch.device, first: int = 1) -
 
 
 def embeddings_of(body: Any) -> Any:
-    return next((module for module in body.modules() if any(hasattr(module, name) for name in TABLES)), None)
+    found = (module for module in body.modules() if any(hasattr(module, name) for name in TABLES))
+    return next(found, getattr(body, "embeddings", None))
 
 
 def holder_of(body: Any) -> tuple[nn.Module, str]:
@@ -247,3 +259,52 @@ class ImageFamily(Family):
         weight, size = next(body.parameters()), sizes(body.config)[1]
         shape = (1, getattr(body.config, "num_channels", 3), *size)
         return {"pixel_values": torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu").to(weight)}
+
+
+class TurnedImageFamily(ImageFamily):
+    """Models of images that have no table, and rotate by the places of patches. The model makes the angles itself."""
+
+    native = "rotation by the places of patches"
+    native_per_layer = True
+    native_fades = False
+    acting = TurnedImageBody
+
+    @classmethod
+    def fits(cls, code: Code) -> bool:
+        return ImageFamily.fits(code) and bool(_turning(code.body))
+
+    @classmethod
+    def holders(cls, code: Code) -> Mapping[type, tuple[type, dict[str, Any]]]:
+        return {}
+
+    def native_parameters(self, body: Any) -> Sequence[nn.Parameter]:
+        return ()
+
+    def swapped(self, body: Any) -> Sequence[nn.Module]:
+        return ()
+
+    def facts(self, body: Any, layer: int) -> Facts:
+        return read_facts(body.config, self.layer_of(body), self.attention, _turning(self.body)[0], layer)
+
+    def check_native(self, body: Any) -> None:
+        kind = _turning(self.body)[0]
+        with torch.device("cpu"):
+            stated: Any = kind(body.config)
+        live = next(module for module in body.modules() if isinstance(module, kind))
+        for name, buffer in live.named_buffers():
+            if not buffer.is_meta and not torch.allclose(buffer.float().cpu(), stated.get_buffer(name), rtol=1e-2):
+                refuse_changed(body, "it rotates otherwise than its config states")
+
+    def geometry(self, body: Any, layer: int) -> Geometry:
+        patch, size = sizes(body.config)
+        tokens = others(body) + (size[0] // patch[0]) * (size[1] // patch[1])
+        return replace(self.facts(body, layer).geometry, layer=layer, causal=False, axes=2, max_positions=tokens)
+
+    def embedding_rms(self, body: Any) -> float | None:
+        return None
+
+
+def _turning(body: type) -> list[type[nn.Module]]:
+    """Return the class of the rotary module of a body, whose forward takes images."""
+    takes = (kind for kind in built_by(body) if arguments_of(kind) == ("pixel_values",))
+    return [kind for kind in takes if "rope" in kind.__name__.lower() or "rotary" in kind.__name__.lower()][:1]

@@ -317,7 +317,8 @@ def _probe(config: Any, module: Any, attention: type[nn.Module], rotary: type[nn
     kind = ""
     if rotary is not None:
         kind = config.layer_types[index] if kinds_vary(rotary) else ""
-        cos, sin = _turn(config, attention, rotary, index, kind)
+        of_images = "pixel_values" in inspect.signature(rotary.forward).parameters
+        cos, sin = _turn(config, attention, rotary, index, kind) if not of_images else _turn_patch(config, rotary)
         angles = torch.zeros(cos.shape, device="meta", requires_grad=True)
         given["position_embeddings"] = (angles, angles)
     given["hidden_states"] = torch.zeros(1, 1, config.hidden_size, requires_grad=True, device="meta")
@@ -336,6 +337,8 @@ def _probe(config: Any, module: Any, attention: type[nn.Module], rotary: type[nn
     rotates = torch.autograd.grad(query.sum(), angles, allow_unused=True)[0] is not None
     if rotates:
         _check_rotation(attention, query, angles)
+    if of_images:  # Where a patch is depends on the image; the model says it.
+        return replace(facts, rotates=rotates)
     inv_freq, scaling = native_frequencies(config, rotary, kind)
     if not rotates:
         return without_rotation(replace(facts, geometry=replace(geometry, inv_freq=inv_freq)))
@@ -359,6 +362,14 @@ def _turn(config: Any, attention: type, rotary: type[nn.Module], index: int, kin
         refuse(attention, f"has no rotation for layers like {index} ({type(error).__name__}: {error})")
     if len(turn) != 2:
         refuse(attention, "rotates by something else than cosines and sines")
+    return turn
+
+
+def _turn_patch(config: Any, rotary: type[nn.Module]) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of a rotary module for an image of one patch, `[1, D]`."""
+    size = config.patch_size if isinstance(config.patch_size, int) else max(config.patch_size)
+    with torch.device("cpu"):
+        turn: tuple[Tensor, Tensor] = rotary(config)(torch.zeros(1, config.num_channels, size, size))
     return turn
 
 
