@@ -5,9 +5,13 @@ import logging as python_logging
 import os
 import tempfile
 
+import torch
+
+# Read when Triton is imported, as some of the next modules do: without a GPU its kernels run in its interpreter.
+os.environ["TRITON_INTERPRET"] = os.environ.get("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
+
 import grid
 import pytest
-import torch
 from transformers.utils import logging
 
 from hf_posenc.attention import blocks

@@ -1,11 +1,6 @@
-"""The executors of a GPU, against the dense reference.
+"""The kernels of a GPU, against the dense reference.
 
-Without one, `flex` runs as it was traced, and kernels in Triton's interpreter, which has to be on before Triton is
-imported:
-
-    TRITON_INTERPRET=1 python -m pytest tests/test_gpu_executors.py -m slow
-
-On a GPU, compiled:
+Without one they run in Triton's interpreter, where Triton is installed. On a GPU, compiled:
 
     python -m pytest tests/test_gpu_executors.py -m gpu
 """
@@ -13,32 +8,27 @@ On a GPU, compiled:
 import functools
 import importlib
 import importlib.util
+import itertools
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
 import test_engine
 import torch
-from test_engine import compare, compare_errors, left_padded, packed, plain, skipped
+from test_engine import compare, compare_errors, left_padded, packed, plain, skipped, skipped_apart
 from torch import Tensor
 
-from hf_posenc import OptionError, Positions, Scheme, attend
+from hf_posenc import OptionError, Positions, Scheme, attend, attention, schemes
 from hf_posenc.attention import Call, Mask, choose, executors
 from hf_posenc.attention.blocks import Blocks
-from hf_posenc.attention.gpu import flex, trial
+from hf_posenc.attention.gpu import trial
+from hf_posenc.attention.gpu.kernels import Triton
 from hf_posenc.attention.once import Once
 from hf_posenc.forms import Bias
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 24
 TRITON = importlib.util.find_spec("triton") is not None
-# Tracing looks at tensors in a way that torch itself warns about, and hides.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
-    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
-]
 INTERPRETED = TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -52,21 +42,64 @@ class Case:
     queries: int | None = None
     causal: bool = True
     dtype: torch.dtype = torch.float32
+    width: int = HEAD_DIM
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
         found = [self.name, self.layout.__name__, *(f"{k}={v}" for k, v in self.options.items()), kind]
-        return "-".join(found + [f"last{self.queries}"] * bool(self.queries) + ["encoder"] * (not self.causal))
+        found += [f"last{self.queries}"] * bool(self.queries) + ["encoder"] * (not self.causal)
+        found += [f"{self.width}wide"] * (self.width != HEAD_DIM) + [f"window{self.window}"] * bool(self.window)
+        return "-".join(found + ["softcap"] * bool(self.softcap) + ["sinks"] * self.sinks)
 
 
-LONG, SHORT = {"threshold": 20.0}, {"threshold": 900.0}
-FLEX = [
-    Case("kerple", left_padded),
-    Case("kerple", packed, queries=21),
-    Case("t5", packed, causal=False),
-    Case("alibi", skipped, {"learned_slopes": True}),
-    Case("fire", packed, SHORT),
-    *(Case(name, options=SHORT if name == "fire" else {}, dtype=torch.bfloat16) for name in ("kerple", "fire")),
+LAYOUTS = (plain, left_padded, packed, skipped, skipped_apart)
+OPTIONS = {
+    "alibi": {"learned_slopes": True},
+    "fire": {"threshold": 20.0},
+    "fire_s": {"threshold": 900.0},
+    "t5": {"max_distance": 30},
+}
+# Every scheme with a bias of the distance.
+BIASED = [
+    (name, direction == "causal")
+    for name, info in schemes().items()
+    for direction in info.directions
+    if isinstance(
+        Triton().structure(test_engine.make(name, causal=direction == "causal", **OPTIONS.get(name, {}))), Bias
+    )
+]
+
+
+def biased(name: str, layout: Callable[[int], tuple[Tensor, Tensor | None]] = plain, **others) -> Case:
+    return Case(name, layout, OPTIONS.get(name, {}), **others)
+
+
+DISTANCES = [
+    *(
+        biased(name, layout, causal=causal)
+        for (name, causal), layout in zip(BIASED, itertools.cycle(LAYOUTS), strict=False)
+    ),
+    biased("kerple", left_padded, softcap=3.0, sinks=True, queries=21),
+    biased("kerple", packed, window=9, sinks=True, width=17),
+    biased("t5", packed, causal=False, window=9, softcap=3.0),
+    biased("fire", skipped_apart, window=11, softcap=3.0, sinks=True),
+    biased("kerple", dtype=torch.bfloat16, sinks=True),
+    biased("fire", packed, dtype=torch.bfloat16, softcap=3.0),
+]
+AROUND = [
+    {"dtype": dtype, "width": width, **others}
+    for dtype, width in ((torch.float32, 40), (torch.bfloat16, 17))
+    for others in ({}, {"window": 9, "sinks": True}, {"softcap": 3.0, "queries": 21})
+]
+# Each scheme meets each layout, and most of what may be around them.
+GRID = [
+    biased(name, layout, causal=causal, **others)
+    for ((name, causal), layout), others in zip(
+        itertools.product(BIASED, LAYOUTS), itertools.cycle(AROUND), strict=False
+    )
 ]
 SELF = {"remainder": "self", "start_bias": True, "attend_current": True}
 VECTOR = {"remainder": "head_bias"}
@@ -86,8 +119,8 @@ KERNELS = [
 STICK, COUNT = {"CURRENT": False, "HAS_BIAS": True}, {"N": 64, "OWN_GATES": True}
 
 
-def make(case: Case) -> Scheme:
-    return test_engine.make(case.name, causal=case.causal, head_dim=HEAD_DIM, **case.options)
+def make(case: Case, **others) -> Scheme:
+    return test_engine.make(case.name, causal=case.causal, head_dim=case.width, **case.options, **others)
 
 
 def run(
@@ -100,16 +133,53 @@ def run(
     return test_engine.one_attention(scheme, executor, *case.layout(length), **call)
 
 
-def check(case: Case, executor: str, *, length: int = 43, device: str = "cpu") -> None:
-    got, want = (run(case, which, length=length, device=device) for which in (executor, "dense"))
+def run_distances(
+    case: Case, executor: str, *, length: int = 43, device: str = "cpu", dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Output and gradients of a random call, which may have a window, a softcap and sinks."""
+    dtype, random = dtype or case.dtype, torch.Generator().manual_seed(3)
+    scheme = make(case, kv_heads=1).to(device, torch.float64 if dtype == torch.float64 else None)
+    queries, heads = case.queries or length, scheme.geometry.heads
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, dtype=torch.float64).to(case.dtype).to(device, dtype)
+
+    q, k, v, weight = (
+        draw(2, n, size, case.width) for n, size in [(heads, queries), *[(1, length)] * 2, (heads, queries)]
+    )
+    sinks = draw(heads) if case.sinks else None
+    places, keep = (None if x is None else x.to(device) for x in case.layout(length))
+    mask = Mask("positions" if keep is None else "slots", ahead=length - queries)
+    if case.layout is plain:
+        mask = replace(mask, rule="slots")
+    if keep is not None:
+        keep = keep[:, None, None] if keep.ndim == 2 else keep[:, None, length - queries :]
+        keep = keep if case.causal or keep.shape[2] == 1 else keep | keep.mT
+        weight = weight * keep.expand(-1, -1, queries, -1).diagonal(length - queries, -2, -1)[..., None]
+    mask = replace(mask, rule=mask.rule if case.causal else "all", keep=keep, window=case.window)
+    at = Positions(places[:, length - queries :], places)
+    leaves = {"q": q, "k": k, "v": v, **({} if sinks is None else {"sinks": sinks})}
+    call = Call(
+        scheme, *(x.requires_grad_() for x in (q, k, v)), at, int(places.max()), scheme.geometry.scale, mask,
+        softcap=case.softcap, sinks=None if sinks is None else sinks.requires_grad_(),
+        parameters=() if sinks is None else (sinks,),
+    )  # fmt: skip
+    output, _ = attention.run(call, executor=executor)
+    leaves |= dict(scheme.named_parameters())
+    grads = torch.autograd.grad(output, list(leaves.values()), weight, allow_unused=True, materialize_grads=True)
+    return {"output": output.detach() * weight.ne(0), **dict(zip(leaves, grads, strict=True))}
+
+
+def check(case: Case, *, length: int = 43, device: str = "cpu", run: Callable[..., dict[str, Tensor]] = run) -> None:
+    got, want = (run(case, which, length=length, device=device) for which in ("triton", "dense"))
     if case.dtype == torch.float32:
         # The gradient of a slope sums distances of thousands: 3e-5 of the largest in float32.
         near = 4e-5 if "learned_slopes" in case.options else 2e-5
         compare(got, want, tolerance=1e-4 if device == "cuda" else near)
         return
     exact = run(case, "dense", length=length, device=device, dtype=torch.float64)
-    # The backward pass of `flex` starts from the rounded output, which leaves something of sums that are zero.
-    there = {what: x for what, x in exact.items() if executor != "flex" or float(x.abs().max()) >= 1e-9}
+    # Weights are rounded for the output, from which the backward pass starts: that leaves something of sums of zero.
+    there = {what: x for what, x in exact.items() if float(x.abs().max()) >= 1e-9}
     compare_errors(got, want, there, slack=3e-2)
 
 
@@ -122,40 +192,42 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(trial, "available", lambda device: True)
     monkeypatch.setattr(Blocks, "run", missed)
-    # torch has no kernel for the backward pass on a CPU, but the graph is there.
-    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *args: None)
+
+
+@pytest.fixture
+def small_tiles(forced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles = importlib.import_module("hf_posenc.attention.gpu.tiles")
+    monkeypatch.setattr(tiles, "ROWS_AND_COLUMNS", dict.fromkeys(tiles.ROWS_AND_COLUMNS, (32, 16)))
+    monkeypatch.setattr(test_engine, "HEADS", 2)
 
 
 # -- against the reference ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", FLEX, ids=str)
-def test_flex_equals_the_reference(case: Case, forced: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex, "_compiled", lambda device: flex._attention)
-    check(case, "flex")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs Triton, and no GPU")
 
 
-def test_flex_is_one_graph(forced: None) -> None:
-    check(Case("kerple", packed), "flex")
+@interpreted
+@pytest.mark.parametrize("case", DISTANCES, ids=str)
+def test_biases_of_the_distance_equal_the_reference(case: Case, small_tiles: None) -> None:
+    check(case, run=run_distances)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not INTERPRETED, reason="needs Triton and TRITON_INTERPRET=1")
+@pytest.mark.grid
+@interpreted
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_all_biases_with_all_that_is_around_them(case: Case, small_tiles: None) -> None:
+    check(case, run=run_distances, length=52)
+
+
+@pytest.mark.grid
+@interpreted
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.parametrize("case", KERNELS, ids=str)
-def test_kernels_equal_the_reference(case: Case, forced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scans_equal_the_reference(case: Case, forced: None, monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = importlib.import_module("hf_posenc.attention.gpu.tiles")
     monkeypatch.setattr(tiles, "ROWS_AND_COLUMNS", dict.fromkeys(tiles.ROWS_AND_COLUMNS, (16, 16)))
-    check(case, "triton")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED or not TRITON, reason="needs Triton without its interpreter")
-def test_kernels_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "slow", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert f"{len(KERNELS)} passed" in done.stdout
+    check(case)
 
 
 @pytest.mark.gpu
@@ -164,16 +236,15 @@ def test_kernels_in_the_interpreter() -> None:
 class TestCompiled:
     """The same on a GPU: odd lengths over many tiles, compiled."""
 
-    @pytest.mark.parametrize("case", [*FLEX, *KERNELS], ids=str)
+    @pytest.mark.parametrize("case", [*DISTANCES, *KERNELS], ids=str)
     def test_equals_the_reference(self, case: Case) -> None:
-        check(case, "flex" if case in FLEX else "triton", length=301, device="cuda")
+        check(case, length=301, device="cuda", run=run_distances if case in DISTANCES else run)
 
     @pytest.mark.parametrize("width", [16, 64, 80, 128])
-    @pytest.mark.parametrize("name", ["stick_breaking", "cope"])
-    def test_widths_of_heads(self, name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(globals(), "HEAD_DIM", width)
+    @pytest.mark.parametrize("name", ["stick_breaking", "cope", "kerple", "fire"])
+    def test_widths_of_heads(self, name: str, width: int) -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            check(Case(name, dtype=dtype), "triton", length=301, device="cuda")
+            check(Case(name, options=OPTIONS.get(name, {}), dtype=dtype, width=width), length=301, device="cuda")
 
     @pytest.mark.parametrize("name", ["stick_breaking", "cope", "fox", "kerple", "fire"])
     def test_memory_does_not_grow_with_the_square(self, name: str) -> None:
@@ -190,9 +261,8 @@ class TestCompiled:
 
 CHOICES = [
     ("rope", {}, "sdpa"),
-    ("kerple", {}, "flex"),
-    ("fire", SHORT, "flex"),
-    ("fire", LONG, "fused (straight pieces)"),  # on a GPU: blocks
+    ("kerple", {}, "triton (distance table)"),
+    ("fire", {}, "triton (straight pieces)"),
     ("fox", {}, "channels"),
     ("cope", {}, "triton (gate count)"),
     ("stick_breaking", {}, "triton (stick)"),
@@ -214,21 +284,20 @@ def test_the_structure_of_a_scheme_decides(forced: None, monkeypatch: pytest.Mon
         assert choose(call.part(0, 8, 40)).name in ("dense", "sdpa")
 
 
-@pytest.mark.parametrize(("name", "executor"), [("kerple", "flex"), ("cope", "triton")])
-def test_a_mask_that_is_added_goes_by_blocks(monkeypatch: pytest.MonkeyPatch, name: str, executor: str) -> None:
+@pytest.mark.parametrize("name", ["kerple", "cope"])
+def test_a_mask_that_is_added_goes_by_blocks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(trial, "available", lambda device: True)
     (places, _), operands = plain(5), (torch.randn(1, heads, 5, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     call = functools.partial(
         attend, make(Case(name)), *operands, query_positions=places, key_positions=places, mask=torch.randn(1, 1, 5, 5)
     )
-    torch.testing.assert_close(call(executor=executor), call(executor="dense"))
+    torch.testing.assert_close(call(executor="triton"), call(executor="dense"))
 
 
 def test_without_a_gpu_they_are_refused() -> None:
-    for executor in ("flex", "triton"):
-        message = rf"Executor '{executor}' cannot run FoX\. Available: dense, blocks, fused, channels\."
-        with pytest.raises(OptionError, match=message):
-            run(Case("fox"), executor)
+    message = r"Executor 'triton' cannot run KERPLE\. Available: dense, blocks, fused\."
+    with pytest.raises(OptionError, match=message):
+        run(Case("kerple"), "triton")
 
 
 # -- the trial ---------------------------------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ def _core() -> dict[str, Path]:
 def test_the_core_works_without_transformers_and_imports_at_the_top() -> None:
     for module, path in _core().items():
         assert not any(name.split(".")[0] == "transformers" for name in _imports(path, inside_functions=True)), module
-        # Flex attention and Triton may be missing.
+        # Triton may be missing.
         if not module.startswith("hf_posenc.attention.gpu"):
             nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
             functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]

@@ -16,7 +16,6 @@ from hf_posenc.attention.channels import Channels
 from hf_posenc.attention.cpu.fused import Fused
 from hf_posenc.attention.cpu.locality import Local
 from hf_posenc.attention.dense import Dense
-from hf_posenc.attention.gpu.flex import Flex
 from hf_posenc.attention.gpu.kernels import Triton
 from hf_posenc.attention.mask import Mask, from_tensor, slots_tell_distances
 from hf_posenc.attention.sdpa import Sdpa
@@ -28,7 +27,7 @@ from hf_posenc.scheme import Scheme
 
 _BLOCKS = Blocks()
 # The first that takes a call runs it; the last takes any, and alone returns weights.
-EXECUTORS: tuple[Executor, ...] = (Sdpa(), Channels(), Triton(), Flex(), Fused(), Local(), _BLOCKS, Dense())
+EXECUTORS: tuple[Executor, ...] = (Sdpa(), Channels(), Triton(), Fused(), Local(), _BLOCKS, Dense())
 
 _RECORD: ContextVar[list[str] | None] = ContextVar("record", default=None)
 
@@ -176,7 +175,7 @@ def attend(
             does not see its own key counts as padding, and its output means nothing.
         need_weights: Also return the weights `[B, H, Q, K]`; takes the dense executor.
         executor: Force one of `"dense"` (the reference), `"blocks"`, `"sdpa"`, `"channels"`, on a CPU `"fused"` and
-            `"locality"`, on a GPU `"flex"` and `"triton"`, where the scheme has it.
+            `"locality"`, on a GPU `"triton"`, where the scheme has it.
         host: Projects `[B, N, E]` to queries `[B, H, N, D]` and keys `[B, G, N, D]`, for schemes that use the layer's
             own projections.
         query_coords: Float coordinates of the queries `[B|1, Q, n]`, for schemes with axes; `None` gives every token

@@ -16,13 +16,10 @@ class Once(Generic[Result]):
     torch keeps its modes per thread: hooks on saved tensors (gradient checkpointing counts them), inference mode,
     autocast, transforms, fake tensors, a default device. So none of the caller's modes reaches what is found, and
     tensors in it serve any later caller.
-
-    Args:
-        size: Number of results to keep, the newest; `None` keeps all.
     """
 
-    def __init__(self, size: int | None = None) -> None:
-        self._size, self._found, self._lock = size, dict[Hashable, Result](), threading.Lock()
+    def __init__(self) -> None:
+        self._found, self._lock = dict[Hashable, Result](), threading.Lock()
 
     def get(self, key: Hashable, find: Callable[[], Result], device: torch.device | None = None) -> Result:
         """Return the result of a key; `find` is called if there is none, on the caller's stream of a device."""
@@ -47,6 +44,4 @@ class Once(Generic[Result]):
 
     def _keep(self, key: Hashable, result: Result) -> Result:
         self._found[key] = result
-        if self._size is not None and len(self._found) > self._size:
-            del self._found[next(iter(self._found))]
         return result

@@ -15,6 +15,8 @@ from torch import Tensor
 from hf_posenc.attention.call import Call
 
 _RULES = {"all": 0, "slots": 1, "positions": 2}
+# A window that hides nothing.
+_ALL = 2**30
 # Queries and keys of a tile: heads that are wide, and products in float32, leave room for fewer.
 ROWS_AND_COLUMNS = {"usual": (64, 64), "wide": (64, 32), "float32": (32, 32)}
 
@@ -46,23 +48,26 @@ class Hidden(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Numbers that a kernel is not compiled again for; `group` heads share keys."""
+    """Numbers that a kernel is not compiled again for; `group` heads share keys. See `Mask` for the last three."""
 
     heads: Any
     group: Any
     queries: Any
     keys: Any
     ahead: Any
+    window: Any
+    span: Any
 
 
 class Tile(NamedTuple):
-    """Constants: channels, those of a tile, its queries and keys, the mask's rule, and how to multiply."""
+    """Constants: channels, those of a tile, its queries and keys, what the mask hides by, and how to multiply."""
 
     D: int
     BD: int
     BM: int
     BN: int
     RULE: int
+    WINDOWED: bool
     KEEP: bool
     PRECISION: str
 
@@ -90,9 +95,15 @@ def start(hidden, sizes, T: tl.constexpr):
     m = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // sizes.heads).to(tl.int64)
     h = (tl.program_id(1) % sizes.heads).to(tl.int64)
-    i = m * T.BM + tl.arange(0, T.BM)
-    query = tl.load(hidden.query + b * hidden.query_batch + i, mask=i < sizes.queries, other=0)
+    i, query = queries_of(m, b, hidden, sizes, T)
     return m, b, h, i, tl.program_id(1).to(tl.int64) * sizes.queries + i, query
+
+
+@triton.jit
+def queries_of(m, b, hidden, sizes, T: tl.constexpr):
+    """Return the queries of tile m, and their positions."""
+    i = m * T.BM + tl.arange(0, T.BM)
+    return i, tl.load(hidden.query + b * hidden.query_batch + i, mask=i < sizes.queries, other=0)
 
 
 @triton.jit
@@ -105,6 +116,9 @@ def keys_of(n, b, h, i, query, hidden, sizes, T: tl.constexpr):
         seen = seen & (j[None, :] <= i[:, None] + sizes.ahead)
     if T.RULE == 2:
         seen = seen & (key[None, :] <= query[:, None])
+    if T.WINDOWED:
+        seen = seen & (tl.abs(query[:, None] - key[None, :]) < sizes.window)
+        seen = seen & (j[None, :] > i[:, None] + sizes.ahead - sizes.span)
     if T.KEEP:
         place = i.to(tl.int64)[:, None] * hidden.keep_row + j.to(tl.int64)[None, :] * hidden.keep_column
         place += b * hidden.keep_batch + h * hidden.keep_head
@@ -185,9 +199,9 @@ def shape_of(call: Call) -> Shape:
     q, mask = call.q, call.mask
     batch, heads, length, width = q.shape
     channels = max(16, triton.next_power_of_2(width))
-    kind = "float32" if q.dtype == torch.float32 else "wide" if channels > 64 else "usual"
-    rows, columns = ROWS_AND_COLUMNS[kind]
-    query, key = (rowwise(x.to(q.device).expand(batch, -1)) for x in (call.positions.query, call.positions.key))
+    rows, columns = rows_and_columns(q)
+    places = (call.positions.query, call.positions.key)
+    query, key = (rowwise(x.to(q.device, torch.int32).expand(batch, -1)) for x in places)
     steps: tuple[int, ...] = (0, 0, 0, 0)
     keep = query  # read by nobody, where nothing else is hidden
     if mask.keep is not None:
@@ -195,18 +209,26 @@ def shape_of(call: Call) -> Shape:
         steps = keep.stride()
     # Products in float32 not in tensor cores, which would round to 10 bits; Triton's interpreter multiplies the bits of
     # bfloat16 as integers.
-    precision = "ieee" if kind == "float32" else "tf32"
+    precision = "ieee" if q.dtype == torch.float32 else "tf32"
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
         precision = "widened"
-    constants = (width, channels, rows, columns, _RULES[mask.rule], mask.keep is not None, precision)
+    constants = (width, channels, rows, columns, _RULES[mask.rule], mask.windowed, mask.keep is not None, precision)
     arguments = {
         "hidden": Hidden(query, query.stride(0), key, key.stride(0), keep, *steps),
-        "sizes": Sizes(heads, heads // call.k.shape[1], length, call.keys, mask.ahead),
+        "sizes": Sizes(
+            heads, heads // call.k.shape[1], length, call.keys, mask.ahead, mask.window or _ALL, mask.span or _ALL
+        ),
         "scale": call.scale,
         # Triton 3.6 takes the fields of a constant for numbers of the run, unless they are constants themselves.
         "T": Tile(*map(tl.constexpr, constants)),
     }
     return Shape((triton.cdiv(length, rows), batch * heads), arguments)
+
+
+def rows_and_columns(q: Tensor) -> tuple[int, int]:
+    """Return the numbers of queries and keys of a tile."""
+    kind = "float32" if q.dtype == torch.float32 else "wide" if q.shape[-1] > 64 else "usual"
+    return ROWS_AND_COLUMNS[kind]
 
 
 def rowwise(x: Tensor) -> Tensor:
