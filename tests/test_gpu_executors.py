@@ -153,8 +153,10 @@ def run_distances(
     if case.layout is plain:
         mask = replace(mask, rule="slots")
     if keep is not None:
-        keep = keep[:, None, None] if keep.ndim == 2 else keep[:, None, length - queries :]
-        keep = keep if case.causal or keep.shape[2] == 1 else keep | keep.mT
+        if keep.ndim == 2:
+            keep = keep[:, None, None]
+        else:
+            keep = (keep if case.causal else keep | keep.mT)[:, None, length - queries :]
         weight = weight * keep.expand(-1, -1, queries, -1).diagonal(length - queries, -2, -1)[..., None]
     mask = replace(mask, rule=mask.rule if case.causal else "all", keep=keep, window=case.window)
     at = Positions(places[:, length - queries :], places)

@@ -409,20 +409,19 @@ class _AddBias(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks, *parts = ctx.saved_tensors
-        grad = tiles.rowwise(grad)
         inner = (grad.float() * out).sum(-1)
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        q, k, v, grad, of_q, of_k, of_v = tiles.matrices(q, k, v, grad, dq, dk, dv)
+        *given, of_q, of_k, of_v = tiles.matrices(q, k, v, tiles.rowwise(grad), dq, dk, dv)
         learns, curve = any(ctx.needs_input_grad[6:]), _curve(parts)
         found = [torch.zeros_like(x) for x in parts] if learns else []
         if learns and len(parts) > 1:
             found[0] = found[0].new_zeros(dq.shape[1], len(parts[0]))
         _backward_of_queries[ctx.shape.grid](
-            q, k, v, grad, of_q, lse, inner, curve, _curve(found) if learns else curve, ctx.ranges[0], **ctx.arguments
+            *given, of_q, lse, inner, curve, _curve(found) if learns else curve, ctx.ranges[0], **ctx.arguments
         )
         columns = triton.cdiv(dk.shape[2], ctx.arguments["T"].BN.value)
         _backward_of_keys[(columns, dk.shape[0] * dk.shape[1])](
-            q, k, v, grad, of_k, of_v, lse, inner, curve, ctx.ranges[1], **ctx.arguments
+            *given, of_k, of_v, lse, inner, curve, ctx.ranges[1], **ctx.arguments
         )
         of_sinks = None if sinks is None else -((sinks[:, None] - lse).exp() * inner).sum((0, 2))
         if not learns:
