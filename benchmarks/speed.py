@@ -84,6 +84,8 @@ def main() -> None:
         help="default 1024 2048 4096 (GPU: 1024 4096 16384); step 1024; decode 4096; peers 1024 2048",
     )
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no round begins later, but the first two")
+    parser.add_argument("--layers", type=int, default=4, help="of the model")
     parser.add_argument("--hidden", type=int, default=HIDDEN, help="width of the model; heads have 64 channels")
     parser.add_argument("--window", type=int, help="of a Mistral; default a Llama, whose layers see all tokens")
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
@@ -98,7 +100,7 @@ def main() -> None:
         lines = list((peaks if arguments.what == "memory" else before)(arguments))
         sys.stdout.write("\n".join([*lines, "", machine(), ""]))
         return
-    config = model_config(arguments.hidden, arguments.window)
+    config = model_config(arguments.hidden, arguments.window, arguments.layers)
     makers = {
         "op": operations,
         "step": partial(training_steps, config),
@@ -124,7 +126,7 @@ def main() -> None:
             torch.manual_seed(0)
             cases = makers[arguments.what](schemes, length, dtype)
             setting = "" if on_gpu else f", {threads} thread{'s' * (threads > 1)}"
-            results[f"S = {length}{setting}"] = measured(cases, arguments.rounds)
+            results[f"S = {length}{setting}"] = measured(cases, arguments.rounds, arguments.seconds)
     command = f"python {' '.join(sys.argv)}"
     text = table(arguments.what, config, results, f"{where}, {precision}, {arguments.rounds} rounds", command)
     sys.stdout.write(text)
@@ -235,12 +237,12 @@ def disturb(module: torch.nn.Module) -> None:
             parameter.add_(0.1 * torch.randn_like(parameter))
 
 
-def model_config(hidden: int, window: int | None) -> PreTrainedConfig:
+def model_config(hidden: int, window: int | None, layers: int) -> PreTrainedConfig:
     """Return the config of a small Llama, or of a Mistral with a window."""
     shape = {
         "hidden_size": hidden,
         "intermediate_size": 11 * hidden // 4,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": layers,
         "num_attention_heads": hidden // HEAD_DIM,
         "num_key_value_heads": hidden // HEAD_DIM // 2,
         "vocab_size": VOCABULARY,
@@ -302,7 +304,7 @@ def decoding_steps(config: PreTrainedConfig, schemes: list[str], length: int, dt
 def has_kernels(name: str) -> bool:
     """Whether plain attention or a kernel computes a scheme on this GPU."""
     known = hf_posenc.attention.executors(scheme(name, length=8), torch.device("cuda"))
-    return not {"sdpa", "flex", "triton"}.isdisjoint(known)
+    return not {"sdpa", "channels", "triton"}.isdisjoint(known)
 
 
 def seconds(function: Callable[[], object]) -> float:
@@ -319,7 +321,7 @@ def seconds(function: Callable[[], object]) -> float:
     return clock() - start
 
 
-def measured(cases: dict[str, Case], rounds: int) -> dict[str, dict[str, float]]:
+def measured(cases: dict[str, Case], rounds: int, limit: float) -> dict[str, dict[str, float]]:
     """Return the ratio of each case to the first by what was timed, after one round that does not count."""
     ratios: dict[str, dict[str, list[float]]] = {name: {} for name in cases}
     columns = (
@@ -329,9 +331,12 @@ def measured(cases: dict[str, Case], rounds: int) -> dict[str, dict[str, float]]
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
+    end = time.monotonic() + limit
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=(rounds + 1) * len(cases))
         for number in range(rounds + 1):
+            if number > 1 and time.monotonic() > end:
+                break
             base: dict[str, float] = {}
             for name, case in cases.items():
                 progress.update(task, description=name)
@@ -352,7 +357,8 @@ def table(what: str, config: PreTrainedConfig, results: dict[str, Any], setting:
     kinds = list(first[PLAIN])
     window, heads = getattr(config, "sliding_window", None), config.num_attention_heads
     model = "Llama" if window is None else f"Mistral that sees {window:,} tokens,"
-    of_model = f"{model} with 4 layers (hidden {config.hidden_size}, {heads} heads on {heads // 2} kv heads)"
+    of_heads = f"{heads} heads on {heads // 2} kv heads"
+    of_model = f"{model} with {config.num_hidden_layers} layers (hidden {config.hidden_size}, {of_heads})"
     subject = {
         "peers": "Attention of one layer (B = 1, 8 heads of 64, causal), here and in other packages; 1 is torch's "
         "own without positions.",
