@@ -145,11 +145,12 @@ class Composite(Scheme):
         if not native_kept and any(part.spares_first for part in self.added_on):
             # What stands for the native encoding would be gone from the first key.
             neutral = neutral and not self.base.overrides("score")
+        per_token, per_sequence = (sum(part.state_bytes[index] for part in (found, *others)) for index in (0, 1))
         return replace(
             found,
             exact=found.exact and neutral,
             tolerance=found.tolerance if neutral else None,
-            state_bytes=tuple(map(sum, zip(found.state_bytes, *(other.state_bytes for other in others), strict=True))),
+            state_bytes=(per_token, per_sequence),
             sums_to_one=found.sums_to_one and all(other.sums_to_one for other in others),
         )
 

@@ -153,7 +153,8 @@ class Spared(Bias):
     products: Products
 
     def scaled(self, factor: float) -> "Bias":
-        rest, products = self.rest.scaled(factor), _scaled_products(self.products, factor)
+        products, rest = _scaled_products(self.products, factor), self.rest.scaled(factor)
+        assert isinstance(rest, DistanceTable | PiecewiseLinear)
         return replace(self, of=_scaled(self.of, factor), rest=rest, products=products)
 
 
@@ -169,11 +170,6 @@ def without_first(bias: Bias) -> Bias:
         first = first_of(block.positions.key).to(like.device)
         return bias.of(block, like, *content).masked_fill(first[:, None, None], 0)
 
-    def others(block: Block) -> list[tuple[Tensor | None, Tensor | None]]:
-        seen = ~first_of(block.positions.key)[:, None]  # [B|1, 1, K]
-        # Where a factor is 0, the product is.
-        return [(x, seen.long() if y is None else y * seen.to(y.device)) for x, y in bias.products(block)]
-
     def taken(block: Block) -> list[tuple[Tensor | None, Tensor | None]]:
         places = block.positions
         at_first = replace(block, positions=Positions(places.query, places.query.new_zeros(1, 1)))
@@ -181,7 +177,7 @@ def without_first(bias: Bias) -> Bias:
         return [(-found[..., 0], first_of(places.key)[:, None].long())]
 
     if isinstance(bias, KeyBias):
-        return KeyBias(of, others)
+        return KeyBias(of, _without_first(bias.products))
     if isinstance(bias, DistanceTable | PiecewiseLinear):
         return Spared(of, bias, taken)
     return ContentBias(of) if isinstance(bias, ContentBias) else Bias(of)
@@ -286,6 +282,16 @@ class Stick:
 
 # A scan of the keys from the last to the first, in a form that a kernel takes; see `Scheme.key_scan`.
 KeyScan: TypeAlias = GateCount | Stick
+
+
+def _without_first(products: Products) -> Products:
+    """Return products that are 0 on the first key of each text, since one of their factors is."""
+
+    def others(block: Block) -> list[tuple[Tensor | None, Tensor | None]]:
+        seen = ~first_of(block.positions.key)[:, None]  # [B|1, 1, K]
+        return [(x, seen.long() if y is None else y * seen.to(y.device)) for x, y in products(block)]
+
+    return others
 
 
 def _scaled_products(products: Products, factor: float) -> Products:

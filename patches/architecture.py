@@ -143,7 +143,7 @@ def refuse_changed(body: object, what: str) -> NoReturn:
     )
 
 
-def outermost(module: nn.Module, kind: type) -> Iterator[Any]:
+def outermost(module: nn.Module, kind: type | tuple[type, ...]) -> Iterator[Any]:
     """Yield the modules of a kind in a module, itself included, each once, and none that is inside of another one."""
     seen: set[nn.Module | None] = {None}
     waiting: list[nn.Module | None] = [module]

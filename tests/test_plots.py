@@ -105,11 +105,10 @@ def test_every_scheme_has_pictures_with_labels_and_a_title_that_fits(name: str) 
     *others, attention = made
     assert attention == f"attention-decoder-{name}"
     # There is nothing else to see without any encoding, of weights alone, or where hidden states decide.
-<<<<<<< HEAD
-    alone = "nope tape stick_breaking attention_sinks gated_output log_temperature near first_key repo selective_rope"
-=======
-    alone = "nope tape stick_breaking attention_sinks gated_output kv_shift log_temperature near repo selective_rope"
->>>>>>> da98662 (Add kv_shift, which mixes keys and values with the token before)
+    alone = (
+        "nope tape stick_breaking attention_sinks gated_output kv_shift log_temperature near first_key repo "
+        "selective_rope"
+    )
     assert bool(others) == (name not in alone.split())
     for figure in made.values():
         assert figure.get_suptitle().startswith(f"{name}, decoder: ")

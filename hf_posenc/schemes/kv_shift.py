@@ -53,7 +53,8 @@ class KVShift(Scheme):
             precise = torch.promote_types(x.dtype, torch.float32)
             here, there = shares.to(x.device, precise)[..., None]
             mixed.append((here * fresh.to(precise) + there * before.to(precise)).to(x.dtype).transpose(1, 2))
-        return Projection(q, *mixed, recent=recent)
+        keys, values = mixed
+        return Projection(q, keys, values, recent=recent)
 
     def is_silent(self) -> bool:
         shares = torch.stack((self.key_shift, self.value_shift))
