@@ -58,6 +58,8 @@ SAMPLE = (
 # A type that takes longer does not work.
 SECONDS = 120
 TOKENS, VOCABULARY = 21, 64
+# Inputs of the encoder of an encoder-decoder.
+ENCODED = ("input_ids", "input_features", "input_values")
 # What a number of a config becomes, by a pattern of its name; the first that fits counts.
 _SIZES: tuple[tuple[str, Any], ...] = (
     (r"type_vocab_size|num_labels|num_channels|in_channels|tubelet_size", None),
@@ -246,7 +248,10 @@ def cached(model: Any, call: dict[str, Tensor]) -> Tensor:
     """Return the output of the tokens in several forwards, with a cache."""
     prefix = "decoder_" if model.config.is_encoder_decoder else ""
     ids, found, cache = call[f"{prefix}input_ids"], [], None
-    rest = {key: value for key, value in call.items() if prefix and key != f"{prefix}input_ids"}
+    rest: dict[str, Any] = {key: value for key, value in call.items() if prefix and key != f"{prefix}input_ids"}
+    if prefix:
+        # As in generation: some encoders refuse `use_cache`, which a forward of both stacks passes on.
+        rest["encoder_outputs"] = model.get_encoder()(**{key: rest.pop(key) for key in [*rest] if key in ENCODED})
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     for start, stop in ((0, 9), (9, 10), (10, 14), (14, TOKENS)):
         given = {} if cache is None else {name: cache}

@@ -176,7 +176,7 @@ def test_add_ons_start_as_the_other_scheme_does() -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("alibi+kerple", "kerple is no add-on to another scheme. These are: attention_sinks, gated_output"),
+        ("alibi+kerple", "kerple is no add-on to another scheme. These are: attention_sinks, first_key, gated_output"),
         ("stick_breaking+attention_sinks", "two of its parts replace the softmax"),
         ("rope+gated_output+gated_output", "two of its parts have an option 'gate_per'"),
         ("learned+gated_output", "learned is one module for all layers"),

@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import BartConfig, DynamicCache, LlamaForCausalLM
+from transformers import DynamicCache, JambaConfig, LlamaForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache, QuantizedLayer
 
 import hf_posenc
@@ -222,10 +222,12 @@ TABLE: dict[type[PosencError], list[tuple[Callable[[], Any] | None, Act, str]]] 
             "causal attention, got Geometry(causal=False) ... Choose another scheme"),
     ],
     errors.ArchitectureError: [
-        (lambda: transformers.BartModel(BartConfig(encoder_layers=1, decoder_layers=1, d_model=64)).eval(), to("alibi"),
-            "BartModel ... no one class of layers ... own_architecture"),
+        (lambda: transformers.JambaModel(JambaConfig(num_hidden_layers=2, hidden_size=32, intermediate_size=32,
+            attn_layer_period=2, attn_layer_offset=1, num_attention_heads=4, num_key_value_heads=4, vocab_size=40,
+            use_mamba_kernels=False, pad_token_id=0)).eval(), to("alibi"),
+            "JambaModel ... no one class of layers ... own_architecture"),
         (lambda: "gpt2", to("alibi"), "transformers model ... str: 'gpt2'"),
-        (None, lambda _: hf_posenc.plan(BartConfig(), "alibi"), "'bart' ... no one class of layers ... by hand"),
+        (None, lambda _: hf_posenc.plan(JambaConfig(), "alibi"), "'jamba' ... no one class of layers ... by hand"),
         # The inside of a model alone, and a config that is not the model's own.
         (alibi, lambda m: hf_posenc.unpatch(m.model), f"{INSIDE} ... Pass the whole model ... save and load"),
         (patched(t5, "alibi", native="keep"), lambda m: hf_posenc.set_strength(m.decoder),

@@ -424,7 +424,6 @@ def test_positions_of_roberta_count_from_the_row_after_padding() -> None:
 _DECODER = {"num_key_value_heads": 2, "head_dim": 8, "vocab_size_per_layer_input": 60, **LATENT, **EXPERTS}
 REFUSED = [
     ("decoder", "hunyuan_v1_dense", "rope", "between the rotation of queries and the attention function"),
-    ("decoder", "biogpt", "rope", "from its config alone"),
     ("decoder", "deepseek_v2", "rope", "cosines and sines"),
     ("decoder", "diffllama", "rope", "calls the attention function 2 times"),
     # From transformers 5.24 on, its attention does not run alone any more.
@@ -477,7 +476,6 @@ def test_types_that_are_no_family_are_refused() -> None:
     for name, why in (
         ("lama", "no model type"),
         ("jamba", "no one class of"),
-        ("bart", "no one class of"),
         ("clip", "made of several"),
     ):
         with pytest.raises(ArchitectureError, match=why):

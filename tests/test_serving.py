@@ -39,7 +39,7 @@ SERVED = [
     name
     for name, info in hf_posenc.schemes().items()
     if not any(getattr(info.cls, seam) is not getattr(hf_posenc.Scheme, seam) for seam in ("score", "weigh", "mix"))
-    and name not in ("path", "selective_rope", "tape")
+    and name not in ("kv_shift", "path", "selective_rope", "tape")
 ]
 
 
