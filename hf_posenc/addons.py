@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.equivalents import Equivalent
-from hf_posenc.errors import OptionError
+from hf_posenc.equivalents import Equivalent, Nothing
+from hf_posenc.errors import ExportError, OptionError
 from hf_posenc.facts import Facts
-from hf_posenc.forms import Bias, first_of, total, without_first
+from hf_posenc.forms import Bias, DistanceTable, first_of, total, without_first
 from hf_posenc.operands import Block, Geometry, Projection, Tokens
 from hf_posenc.scheme import Result, Scheme, option_names
 
@@ -155,9 +155,15 @@ class Composite(Scheme):
         )
 
     def stock_equivalent(self) -> Equivalent:
-        for part in self.added_on:
-            part.stock_equivalent()  # Nothing, or an error
-        return self.base.stock_equivalent()
+        if all(isinstance(part.stock_equivalent(), Nothing) for part in self.added_on):
+            if any(part.spares_first for part in self.added_on) and self.base.overrides("score"):
+                raise ExportError(f"leaves the first key without {self.base.name}, which no stock model does")
+            return self.base.stock_equivalent()
+        # Tables of the distance are one table.
+        bias = self.added() if self.base.added() is not None else None
+        if isinstance(bias, DistanceTable):
+            return bias
+        raise ExportError("adds numbers to the logits that no stock model has next to the rest")
 
     def options(self) -> dict[str, Any]:
         found = {name: value for part in self.schemes() for name, value in part.options().items()}

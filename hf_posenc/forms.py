@@ -79,7 +79,8 @@ class KeyBias(Bias):
 
     Attributes:
         products: Returns the factors of each product, of queries `[B|1, H|1, Q]` and of keys `[B|1, H|1, K]`, given one
-            block for the whole call. One of the two is float32 or float64, the other int64 positions, or `None` for 1.
+            block for the whole call. One of the two is float32 or float64; the other is int64 positions, or bool for 0
+            and 1, or `None` for 1.
     """
 
     products: Products
@@ -172,9 +173,10 @@ def without_first(bias: Bias) -> Bias:
 
     def taken(block: Block) -> list[tuple[Tensor | None, Tensor | None]]:
         places = block.positions
-        at_first = replace(block, positions=Positions(places.query, places.query.new_zeros(1, 1)))
+        # The first key may be hidden, or no longer there, and then further than any that is.
+        at_first = Block(Positions(places.query, places.query.new_zeros(1, 1)), reach=int(places.query.max()))
         found = bias.of(at_first, torch.empty(0, dtype=torch.float64, device=places.query.device))
-        return [(-found[..., 0], first_of(places.key)[:, None].long())]
+        return [(-found[..., 0], first_of(places.key)[:, None])]
 
     if isinstance(bias, KeyBias):
         return KeyBias(of, _without_first(bias.products))
@@ -289,7 +291,7 @@ def _without_first(products: Products) -> Products:
 
     def others(block: Block) -> list[tuple[Tensor | None, Tensor | None]]:
         seen = ~first_of(block.positions.key)[:, None]  # [B|1, 1, K]
-        return [(x, seen.long() if y is None else y * seen.to(y.device)) for x, y in products(block)]
+        return [(x, seen if y is None else y * seen.to(y.device)) for x, y in products(block)]
 
     return others
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from grid import FIRSTS
 from test_contracts import make, operands, run
 from tiny import auto, converted, ids, stock
+from transformers import AutoModelForSeq2SeqLM
 
 import hf_posenc
 from hf_posenc import OptionError, registry, schemes
-from hf_posenc.attention import executors
+from hf_posenc.attention import attend, executors
+from hf_posenc.errors import ExportError
 from hf_posenc.operands import Block, Geometry, Positions, Tokens
 
 # One module serves all layers.
@@ -114,6 +117,46 @@ def test_the_first_key_of_a_text_keeps_its_logit(base: str, direction: str) -> N
     first = places[0] == 0
     assert torch.equal(got[..., first], logits[..., first] + offsets[:, None, None])
     assert torch.equal(got[..., ~first], alone[..., ~first])
+
+
+@pytest.mark.parametrize("base", ["alibi", "fox", "kerple", "fire"])
+def test_a_first_key_far_away_leaves_finite_logits_in_float16(base: str) -> None:
+    """Channels hold what it lacks, also where it is no longer among the keys; float16 ends at 65,504."""
+    geometry = Geometry(heads=8, kv_heads=4, head_dim=64, hidden_size=16, causal=True, max_positions=2**16)
+    scheme, length = registry.build(f"{base}+first_key", geometry), 64
+    if base == "fox":
+        with torch.no_grad():
+            scheme.get_parameter("parts.0.fgate_proj.bias").fill_(-300.0)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, length, 64).half() for heads in (8, 4, 4))
+    places = torch.arange(length) + torch.tensor([[65_000], [40_000]])
+    at = {"query_positions": places, "key_positions": places, "hidden": torch.randn(2, length, 16).half()}
+    want = attend(scheme, q, k, v, executor="dense", **at)
+    for executor in executors(scheme):
+        torch.testing.assert_close(attend(scheme, q, k, v, executor=executor, **at), want, rtol=0, atol=0.01)
+
+
+def test_no_stock_model_spares_the_first_key(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"'t5\+first_key' on layer 0 .* leaves the first key without t5"):
+        hf_posenc.export_stock(hf_posenc.patch(stock("t5"), "t5+first_key"), tmp_path / "out")
+
+
+def test_near_offsets_are_exported_with_the_table_or_refused(tmp_path: Path) -> None:
+    def moved_near(architecture: str, name: str) -> Any:
+        model = hf_posenc.patch(stock(architecture), name)
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if key.endswith("parts.1.offsets"):
+                    parameter.fill_(0.5)
+        return model
+
+    model, inputs = moved_near("t5", "t5+near"), {"input_ids": ids(2), "decoder_input_ids": ids(2)}
+    hf_posenc.export_stock(model, tmp_path / "out")
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(loaded(**inputs).logits, model(**inputs).logits)
+    assert not torch.allclose(loaded(**inputs).logits, stock("t5")(**inputs).logits, atol=1e-3)
+    with pytest.raises(ExportError, match="adds numbers to the logits that no stock model has"):
+        hf_posenc.export_stock(moved_near("llama", "rope+near"), tmp_path / "other")
 
 
 def test_the_temperature_multiplies_queries_after_any_projection() -> None:

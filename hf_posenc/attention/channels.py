@@ -34,7 +34,8 @@ _STEP = 8
 _WIDEST = 256
 # Channels of all heads that share a key go next to each other; beyond so many the key is repeated for each head.
 _MOST = 32
-# float16 ends at 65,504: what meets a number there is this instead of 1, and the number is smaller by as much.
+# float16 ends at 65,504: what meets a number there is this instead of 1, and the number is smaller by as much. Only
+# positions are themselves.
 _UNIT = 256.0
 # The logit of padding, which no other comes near.
 _HIDDEN = -1e4
@@ -62,16 +63,15 @@ class Channels(Executor):
         on_cpu, width = call.device.type == "cpu", call.q.shape[-1]
         plain = call.native_score is None and not (call.upcast or call.reshaped or (on_cpu and call.dropout))
         alike = call.k.shape == call.v.shape and call.q.dtype == call.k.dtype == call.v.dtype
-        if (
-            call.q.dtype.itemsize == 2
-            and isinstance(call.scheme.added(), DistanceTable)
-            and _learns(call.scheme.parameters())
-        ):
+        added = call.scheme.added()
+        table = added.rest if isinstance(added, Spared) else added
+        slopes = isinstance(table, DistanceTable) and table.slope is not None
+        if slopes and call.q.dtype.itemsize == 2 and _learns(call.scheme.parameters()):
             return False  # gradients of slopes are differences of sums over positions, of which nothing would be left
         # float16 has no room for larger positions, and fast kernels of a GPU none for more channels.
         fits = (call.reach < 2**16 or call.q.dtype != torch.float16) and (on_cpu or width + _MOST <= _WIDEST)
         # What else there is of a bias must be a table.
-        pure = not isinstance(call.scheme.added(), Spared) or call.slots_tell_distances
+        pure = table is added or call.slots_tell_distances
         return plain and alike and fits and pure and call.causal
 
     def run(self, call: Call) -> tuple[Tensor, None]:
@@ -171,7 +171,8 @@ def _parts(product: Product, call: Call, grain: torch.dtype) -> Iterator[tuple[i
     number = x if x is not None and x.is_floating_point() else y
     assert number is not None
     place = y if number is x else x
-    for rank, part in enumerate(_parts_of_number(number, call, grain, alone=place is None)):
+    alone = place is None or place.dtype == torch.bool
+    for rank, part in enumerate(_parts_of_number(number, call, grain, alone=alone)):
         for at in [None] if place is None else _parts_of_place(place, call, grain):
             yield (rank, part, at) if number is x else (rank, at, part)
 
@@ -189,7 +190,10 @@ def _parts_of_number(number: Tensor, call: Call, grain: torch.dtype, *, alone: b
 
 
 def _parts_of_place(place: Tensor, call: Call, grain: torch.dtype) -> Iterator[Tensor]:
-    """Return the parts of positions, which are integers, the largest first."""
+    """Return the parts of positions, which are integers, the largest first; a bool has one part."""
+    if place.dtype == torch.bool:
+        yield place.to(call.q.dtype) * (_UNIT if call.q.dtype == torch.float16 else 1.0)
+        return
     if grain in (torch.float32, torch.float64):
         yield place.to(call.q.dtype)
         return

@@ -47,7 +47,7 @@ class FirstKey(Scheme):
 
     def _products(self, block: Block) -> list[tuple[Tensor | None, Tensor | None]]:
         first = first_of(block.positions.key)[:, None].to(self.offsets.device)
-        return [(self.offsets[:, None].expand(-1, block.positions.query.shape[1])[None], first.long())]
+        return [(self.offsets[:, None].expand(-1, block.positions.query.shape[1])[None], first)]
 
     def is_silent(self) -> bool:
         return not bool(self.offsets.any())
