@@ -1,4 +1,4 @@
-"""What there is to know about a GPU, in parts of at most three minutes, the one that is worth most first.
+"""Measure a GPU in parts of at most three minutes each, the most valuable part first.
 
     python benchmarks/on_gpu.py --out benchmarks/results/on_gpu
     python benchmarks/on_gpu.py --out /tmp/tried --device cpu       # small sizes, to see that all parts run

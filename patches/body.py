@@ -66,7 +66,7 @@ class PosencBody(Switch):
     posenc_arguments: ClassVar[tuple[str, ...]]
     # Whether the stock forward tells the attention function that it is causal; else the attention modules say so.
     posenc_causal: ClassVar[bool] = False
-    # Whether embeddings are not what the forward takes.
+    # Whether schemes reach the embeddings by a hook, even where the forward takes embeddings.
     posenc_hooks: ClassVar[bool] = False
     # Whether a server was admitted that attends by itself, see `serving`.
     posenc_outside: bool = False

@@ -151,8 +151,13 @@ class BucketFamily(Family):
 
     @classmethod
     def lock(cls, config: type, rotary: type | None) -> tuple[str, Any]:
-        field = "feed_forward_proj"
-        return (field, "requires-hf_posenc-package") if hasattr(config, field) else super().lock(config, rotary)
+        field, value = "feed_forward_proj", "requires-hf_posenc-package"
+        try:
+            config(**{field: value})
+        except Exception:  # of any kind: the code is not ours
+            return field, value
+        # Some configs have the field and do not check it.
+        return super().lock(config, rotary)
 
     def owners(self, body: nn.Module) -> list[Any]:
         return [attention for attention in self.attentions(body) if cast(Any, attention).has_relative_attention_bias]

@@ -111,7 +111,7 @@ def make(folder: Path, case: str, given: Any) -> None:
 
 
 def tokenizer(path: str | None) -> Any:
-    """Return a tokenizer of bytes, or that of a model."""
+    """Return a tokenizer of bytes, or the model's own."""
     if path:
         return AutoTokenizer.from_pretrained(path)
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}}
