@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import AttentionBackendError, ExportError
@@ -19,6 +18,7 @@ from hf_posenc.patches.patch import refuse_wrapped
 from hf_posenc.patches.serving.outside import layers_for, terms_of
 from hf_posenc.patches.surgery import Sites, native_removed, scheme_of
 from hf_posenc.scheme import CHANGED
+from hf_posenc.schemes.families.additive import slopes as standard_slopes
 
 _ARCHITECTURE = "general.architecture"
 _ROTATING = "llama"
@@ -121,16 +121,8 @@ def _check_slopes(model: PreTrainedModel) -> None:
         slopes = terms_of(scheme).slopes
         if [seam for seam in CHANGED if scheme.overrides(seam)] != ["score"] or slopes is None:
             raise _unfit(f"{scheme.name} does more than adding slopes")
-        if not torch.allclose(slopes.detach().double().cpu(), _standard(len(slopes)), rtol=1e-6, atol=0.0):
+        if not torch.allclose(slopes.detach().double().cpu(), standard_slopes(len(slopes)), rtol=1e-6, atol=0.0):
             raise _unfit(f"the slopes of {scheme.name} are not the standard ones")
-
-
-def _standard(heads: int) -> Tensor:
-    """Return the slopes that llama.cpp computes: powers of one number, and for other counts every other one between."""
-    even = 2 ** (heads.bit_length() - 1)
-    first = torch.arange(1, even + 1, dtype=torch.float64) * 8 / even
-    between = torch.arange(1, 2 * even, 2, dtype=torch.float64) * 4 / even
-    return 2.0 ** -torch.cat((first, between[: heads - even]))
 
 
 def _write(writer: Any, reader: Any, tensors: Mapping[str, Any], added: Mapping[str, Any]) -> None:
