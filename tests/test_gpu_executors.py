@@ -215,7 +215,8 @@ def test_biases_of_the_distance_equal_the_reference(case: Case, small_tiles: Non
     check(case, run=run_distances)
 
 
-@pytest.mark.grid
+# The interpreter takes a second for each.
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("case", GRID, ids=str)
 def test_all_biases_with_all_that_is_around_them(case: Case, small_tiles: None) -> None:
