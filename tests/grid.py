@@ -1,12 +1,12 @@
 """Which cases of a product run when: by default, with the grid in CI (`grid`), or on demand (`slow`).
 
 The code is M schemes and N architectures, so the tests are M + N. A test is written over its whole product, and this
-file says which of its cases run. No mark depends on the names or the order of tests.
+file says which of its cases run. No mark depends on the order of tests.
 
 - Schemes on architectures: by default the pairs before the bar in PAIRS, in the grid those behind it, on demand the
   rest. A set of options is in the grid, on the first architecture that it meets.
 - Schemes in several forms (layouts, masks, dtypes): by default each in the first form, and TYPICAL ones in all. The
-  rest is in the grid.
+  rest is in the grid; of those with options, which are most, a fourth, by the checksum of their names.
 - Models in several forms: by default each in the first form. TYPICAL ones in all forms are in the grid, the rest runs
   on demand.
 - A test that is marked `grid` itself runs there with pairs before the bar, with each scheme in its first form, or with
@@ -18,6 +18,7 @@ Pairs before the bar whose scheme is TYPICAL are marked `seams`, too: they show 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -35,6 +36,8 @@ Row = dict[Place, Any]
 TRANSFORMERS = {"test_cache", "test_checkpoints", "test_public"}
 # More schemes or models than these are all of them.
 FEW = 10
+# Of so many forms, a set of options meets one in the grid.
+_DRAWN = 4
 
 # Architectures that a scheme meets: by default | with the grid.
 PAIRS = {
@@ -146,7 +149,7 @@ def _mark_test(cases: list[pytest.Item], subjects: list[_Subject]) -> None:
         if one.scheme and len(models[subject]) > 1:
             when = _when_paired(one, first and not late, late)
         else:
-            when = _when_alone(one, first, late)
+            when = _when_alone(one, first, late, case.name)
         if when:
             case.add_marker(when)
         elif one.model and one.scheme in FIRSTS and not late:
@@ -162,14 +165,15 @@ def _when_paired(one: _Subject, first: bool, late: bool) -> str:
     return "grid" if one.model in WITH_GRID.get(one.scheme, ()) and not late else "slow"
 
 
-def _when_alone(one: _Subject, first: bool, late: bool) -> str:
+def _when_alone(one: _Subject, first: bool, late: bool, name: str) -> str:
     """Return the mark of a case of a scheme or model in one of several forms."""
     typical = (one.scheme or one.model) in TYPICAL and not one.options
     if late:
         return "" if typical or (first and one.scheme) else "slow"
     if first or (one.scheme and typical):
         return ""
-    return "grid" if one.scheme or typical else "slow"
+    drawn = not one.options or zlib.crc32(name.encode()) % _DRAWN == 0
+    return "grid" if typical or (one.scheme and drawn) else "slow"
 
 
 def _values(case: pytest.Item) -> Row:
