@@ -39,16 +39,18 @@ class Vectors:
     """Vectors per head and distance, for the distances from N - 1 down to 0. Those beyond have the first.
 
     Attributes:
-        of_queries: Vectors that are multiplied with queries, `[H | G, N, D]`.
+        of_queries: Vectors that are multiplied with queries, `[H | G | 1, N, D]`.
         of_keys: Vectors that are multiplied with keys, likewise.
         bias: Bias that is added to the queries first, `[H, D]`.
         always: Vectors that are multiplied with keys at every distance, `[H, D]`.
+        queries: Name of a state of the queries, `[B, Q, H, D]` of any D, that `of_queries` meet in their place.
     """
 
     of_queries: Tensor | None = None
     of_keys: Tensor | None = None
     bias: Tensor | None = None
     always: Tensor | None = None
+    queries: str | None = None
 
 
 @dataclass(frozen=True, eq=False)

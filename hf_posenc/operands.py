@@ -310,7 +310,7 @@ class Block:
         native: True if the logits given to `score` include the model's own encoding besides the product of `q` and `k`.
         causal: False if these rows may see keys at later positions; in decoders a mask may show some.
         state: Per-token state of the keys from `project`, each `[B, K, ...]`.
-        own: Per-token state of these rows' own tokens, each `[B, q, ...]`.
+        own: Per-token state of these rows' own tokens, each `[B, q, ...]`, what no cache keeps included.
         tables: Tensors that `project` made once for the whole call.
     """
 
@@ -342,6 +342,7 @@ class Projection:
             the next call finds it in `Tokens.past`.
         tables: Tensors of any shape, made once per call, that the seams on blocks read: reshaped parameters, products
             of tables with projections.
+        own: State of the queries only, each `[B, Q, ...]`, which is not cached; blocks have it in `own`.
     """
 
     q: Tensor
@@ -350,3 +351,4 @@ class Projection:
     state: Mapping[str, Tensor] = field(default_factory=dict)
     recent: Mapping[str, Tensor] = field(default_factory=dict)
     tables: Mapping[str, Tensor] = field(default_factory=dict)
+    own: Mapping[str, Tensor] = field(default_factory=dict)

@@ -288,6 +288,13 @@ def first_key(scheme, values, head, i, j, x, y) -> float:
     return plain(scheme, values, head, i, j, x, y) + (values["offsets"][head] if j == 0 else 0.0)
 
 
+def pope(scheme, values, head, i, j, x, y) -> float:
+    gate, width = values["gate_weight"][head] if scheme.gate else 1.0, len(x)
+    angles = [(i - j) * scheme.theta ** (-c / width) - values["phases"][head, c] for c in range(width)]
+    total = float(np.log1p(np.exp(x)) * np.log1p(np.exp(y)) @ np.cos(angles))
+    return gate * total / math.sqrt(width) + (1 - gate) * content(scheme, x, y)
+
+
 REFERENCES: dict[str, Callable[..., float]] = {
     "alibi": additive(alibi),
     "disentangled": disentangled,
@@ -300,6 +307,7 @@ REFERENCES: dict[str, Callable[..., float]] = {
     "log_temperature": log_temperature,
     "near": additive(near),
     "nope": plain,
+    "pope": pope,
     "rope": rope,
     "sandwich": additive(sandwich),
     "sinusoidal": plain,
@@ -521,7 +529,7 @@ def bias_at_far_distances(scheme: Scheme, dtype: torch.dtype) -> Tensor:
     places = Positions(FAR_QUERIES, FAR_KEYS)
     tokens = Tokens(positions=places, hidden=torch.zeros(1, 12, HIDDEN, dtype=dtype), common=scheme.common)
     made = scheme.project(tokens, q, k, k)
-    own = {name: tensor[:, -4:] for name, tensor in made.state.items()}
+    own = {name: tensor[:, -4:] for name, tensor in made.state.items()} | dict(made.own)
     block = Block(places, reach=4096, values=made.v, state=made.state, own=own, tables=made.tables)
     return scheme.score(torch.zeros(1, HEADS, 4, 12), made.q, scheme.recall(made.k, made.state), block)
 
@@ -580,7 +588,7 @@ ELSEWHERE = {
     "block_rotations": ["comrope_ap", "comrope_ld", "liere"],
     "content_relative": ["shaw"],
     "fox": ["fox", "fox_pro"],
-    "goldens": ["attention_sinks", "gated_output", "path", "repo", "selective_rope"],
+    "goldens": ["attention_sinks", "gated_output", "inkling", "path", "repo", "selective_rope"],
     "rotary_family": ["fope", "rope2d", "xpos"],
     "tape": ["tape"],
     "walks": ["cope", "stick_breaking"],

@@ -174,14 +174,15 @@ def test_own_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def _named(text: str) -> set[str]:
     """Return the schemes that a sentence names, alone or as a family, less those behind a `but`."""
-    found = set(re.findall(r"`(\w+)`", text)) - set(re.findall(r"but `(\w+)`", text))
+    others = " ".join(re.findall(r"but (`\w+`(?: and `\w+`)*)", text))
+    found = set(re.findall(r"`(\w+)`", text))
     found |= {
         name
         for name, info in hf_posenc.schemes().items()
         for said, kind in FAMILIES.items()
         if said in text and info.family == kind
     }
-    return found - set(re.findall(r"but `(\w+)`", text))
+    return found - set(re.findall(r"`(\w+)`", others))
 
 
 def test_concepts_name_the_schemes_that_override_each_seam() -> None:

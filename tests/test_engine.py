@@ -60,6 +60,7 @@ PRODUCTS = [
     ("disentangled", {"max_distance": 170, "buckets": 16}),
     ("disentangled", {"max_distance": 64, "p2c": False}),
     ("disentangled", {"max_distance": 65, "c2p": False}),
+    ("inkling", {"extent": 64}),
 ]
 FAST = [
     (name, direction, {}, executor)

@@ -475,6 +475,48 @@ def test_rotation_by_content(name: str) -> None:
     torch.testing.assert_close(got.k, values["turned_k"], rtol=0, atol=atol)
 
 
+# -- curves that queries mix, and polar numbers ------------------------------------------------------------------------
+
+
+def test_inkling() -> None:
+    values, about_it, places = golden("inkling"), about("inkling"), torch.arange(11)[None]
+    shape = geometry(4, kv_heads=2, hidden_size=values["hidden"].shape[-1], scale=about_it["scale"])
+    rank, extent = values["proj"].shape
+    scheme = build("inkling", shape, rank=rank, extent=extent).double()
+    load(scheme, {name: values[name] for name in scheme.state_dict()})
+    q, k, v, hidden = (values[name] for name in ("q", "k", "v", "hidden"))
+    own = scheme.project(Tokens(positions=Positions(places, places), hidden=hidden), q, k, v).own
+    for first in (0, 9):  # the last queries alone, as with a cache
+        rows = {name: x[:, first:] for name, x in own.items()}
+        block = Block(Positions(places[:, first:], places), reach=10, own=rows)
+        got = scheme.score(torch.zeros_like(values["bias"][:, :, first:]), q[:, :, first:], k, block)
+        seen = places.T[first:] >= places
+        torch.testing.assert_close(
+            got[..., seen], values["bias"][:, :, first:][..., seen], rtol=0, atol=about_it["atol"]
+        )
+        for executor in executors(scheme):
+            at = {"query_positions": places[:, first:], "key_positions": places, "executor": executor}
+            got = attend(scheme, q[:, :, first:], k, v, hidden=hidden, **at)
+            torch.testing.assert_close(got, values["out"][:, :, first:], rtol=0, atol=about_it["atol"])
+
+
+@pytest.mark.parametrize(("case", "theta"), [("zero", 10000.0), ("uniform", 500.0)])
+def test_pope(case: str, theta: float) -> None:
+    """The official code adds the phases to keys, and holds them between -2 pi and 0."""
+    values, atol, places = golden("pope"), about("pope")["atol"], torch.arange(11)[None]
+    q, k, v, polar_q, polar_k, phases = (
+        values[f"{case}.{name}"] for name in ("q", "k", "v", "polar_q", "polar_k", "phases")
+    )
+    shape = geometry(4, head_dim=6, scale=6**-0.5)
+    scheme = load(build("pope", shape, theta=theta).double(), {"phases": phases.clamp(-2 * torch.pi, 0)})
+    block, want = Block(Positions(places, places), reach=10), 6**-0.5 * polar_q @ polar_k.mT
+    got = scheme.score(torch.zeros_like(want), q, k, block)
+    torch.testing.assert_close(got, want, rtol=0, atol=atol)
+    for executor in executors(scheme):
+        got = attend(scheme, q, k, v, query_positions=places, key_positions=places, executor=executor)
+        torch.testing.assert_close(got, values[f"{case}.out"], rtol=0, atol=atol)
+
+
 # -- add-ons -----------------------------------------------------------------------------------------------------------
 
 

@@ -64,7 +64,7 @@ def mirror(causal: Scheme, encoder: Scheme) -> None:
         else:
             made = (
                 torch.cat((here[:, 1:].flip(1), here), dim=1)
-                if name.endswith(("r", "offsets"))
+                if name.endswith(("r", "offsets")) or name == "proj"
                 else torch.cat((here, here))
             )
         there.data.copy_(made)

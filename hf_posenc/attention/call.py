@@ -114,7 +114,7 @@ class Call:
             "positions": tokens.positions,
             "scale": scheme.geometry.scale,
             "state": projected.state,
-            "own": own,
+            "own": {**own, **projected.own},
             "tables": projected.tables,
             **fields,
         }

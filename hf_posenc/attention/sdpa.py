@@ -58,7 +58,9 @@ def plain(call: Call) -> Tensor:
 
 def _rows(call: Call) -> Tensor:
     q, k, v = call.q, call.k, call.v
-    length = q.shape[2]
+    length, width = q.shape[2], v.shape[-1]
+    if width < q.shape[-1]:
+        v = F.pad(v, (0, q.shape[-1] - width))  # the fast kernels take operands of one width
     if call.mask.only_ahead and (length == 1 or not call.mask.ahead):
         mask, causal = None, False
         # While torch compiles, `length > 1` is a symbol, which torch's attention does not take for a bool.
@@ -84,7 +86,7 @@ def _rows(call: Call) -> Tensor:
         scale=call.scale,
         enable_gqa=k.shape[1] != q.shape[1],
     )
-    return output.to(call.v.dtype)
+    return output[..., :width].to(call.v.dtype)
 
 
 def touches_the_matrix(scheme: Scheme) -> bool:

@@ -1,4 +1,4 @@
-"""Products of queries and keys with one vector per distance, by blocks of rows (Transformer-XL, disentangled).
+"""Products of queries and keys with one vector per distance, by blocks of rows (Transformer-XL, disentangled, Inkling).
 
 Where the distance of two tokens is the difference of their slots, all vectors that a few rows need follow each other.
 Each row is multiplied with all of them at once, and the bias is a view of these products, in which every row is
@@ -65,7 +65,7 @@ class ProductsBias(BlockBias):
         self.shift = always if call.content_q is None else None
         inputs: dict[str, Tensor] = {}
         if of_queries is not None:
-            q = q.to(precise)
+            q = (q if vectors.queries is None else call.own[vectors.queries].transpose(1, 2)).to(precise)
             bias = q.new_zeros(()) if vectors.bias is None else vectors.bias.to(q)[:, None] * call.scale
             inputs["q"] = torch.add(bias, q, alpha=call.scale)
             inputs["falling"] = _with_room(self._of_all(of_queries), self.beyond, self.room)
@@ -80,7 +80,7 @@ class ProductsBias(BlockBias):
         self.names, self.inputs = tuple(inputs), tuple(inputs.values())
 
     def _of_all(self, vectors: Tensor) -> Tensor:
-        """Return vectors `[H | G, N, D]` of every head."""
+        """Return vectors `[H | G | 1, N, D]` of every head."""
         return vectors if len(vectors) == self.heads else vectors.repeat_interleave(self.heads // len(vectors), dim=0)
 
     def moved(self, q: Tensor) -> Tensor:
