@@ -107,7 +107,7 @@ def test_every_scheme_has_pictures_with_labels_and_a_title_that_fits(name: str) 
     # There is nothing else to see without any encoding, of weights alone, or where hidden states decide.
     alone = (
         "nope tape stick_breaking attention_sinks gated_output kv_shift log_temperature near first_key repo "
-        "selective_rope"
+        "selective_rope inkling"
     )
     assert bool(others) == (name not in alone.split())
     for figure in made.values():
