@@ -31,6 +31,8 @@ from hf_posenc.recipes.layout import MODEL, RECIPE
 
 # Name of the built-in model.
 TINY_LLAMA = "tiny-llama"
+# File of a folder of sentence-transformers that lists its modules.
+MODULES = "modules.json"
 
 
 def place(name: str) -> str:
@@ -86,6 +88,12 @@ def language_class(name: str, config: Any) -> Any:
         raise RecipeError(
             f"The model {name!r} is a {config.model_type}, which writes no text; recipes and measures are for "
             "language models. Patch this one in Python, and train and measure it as any other of its kind."
+        )
+    own = kind._model_mapping[type(config)].__name__
+    if Path(place(name), MODULES).is_file() and own not in (config.architectures or ()):
+        raise RecipeError(
+            f"The folder {name} is one of sentence-transformers, whose encoder predicts no words; recipes and measures "
+            f"are for language models. Train its embeddings: hf-posenc embed {name} SCHEME OUT --text FILE"
         )
     return kind
 

@@ -17,8 +17,10 @@ from models import ENCODER, moved
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 import hf_posenc
+from hf_posenc import cli
 
 sentences = pytest.importorskip("sentence_transformers")
 modules = pytest.importorskip("sentence_transformers.models")
@@ -52,7 +54,7 @@ def words() -> Any:
     vocabulary = {"<unk>": 0, "<pad>": 1, **{f"w{index}": index for index in range(2, 60)}}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", pad_token="<pad>")
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", pad_token="<pad>", eos_token="<pad>")
 
 
 def encoder(kind: str) -> Any:
@@ -106,3 +108,33 @@ def test_a_patched_sentence_transformer_is_saved(tmp_path: Path) -> None:
     again = sentences.SentenceTransformer(str(tmp_path / "whole"), device="cpu")
     assert torch.equal(again.encode(TEXTS, convert_to_tensor=True), wanted)
     assert type(again[0].auto_model).__name__ == "PosencBertModel"
+
+
+def test_embeddings_of_longer_texts(tmp_path: Path) -> None:
+    """What `hf-posenc embed` writes reads longer texts than the original, in its own modules."""
+    known = encoder("bert").config.max_position_embeddings
+    encoder("bert").save_pretrained(tmp_path / "plain")
+    words().save_pretrained(tmp_path / "plain")
+    inner = modules.Transformer(str(tmp_path / "plain"))
+    parts = [inner, modules.Pooling(32, pooling_mode="mean"), modules.Normalize()]
+    sentences.SentenceTransformer(modules=parts, device="cpu").save(str(tmp_path / "original"))
+    length, out = 3 * known, tmp_path / "longer"
+    # Each window has six words of its own.
+    draw = torch.Generator().manual_seed(0)
+    own = torch.randint(2, 60, (40, 6), generator=draw)
+    numbers = own.gather(1, torch.randint(0, 6, (40, length), generator=draw)).flatten().tolist()
+    (tmp_path / "text.txt").write_text(" ".join(f"w{number}" for number in numbers))
+    asked = ["kerple", str(out), "--text", str(tmp_path / "text.txt"), "--length", str(length), "--steps", "60"]
+    done = CliRunner().invoke(cli.app, ["embed", str(tmp_path / "original"), *asked])
+    assert done.exit_code == 0, done.output
+    model = sentences.SentenceTransformer(str(out), device="cpu")
+    assert model.max_seq_length == length
+    assert [type(part).__name__ for part in model] == ["Transformer", "Pooling", "Normalize"]
+    text = " ".join(f"w{number}" for number in numbers[: length + 9])
+    long, cut, short = model.encode([text, " ".join(text.split()[:known]), "w7 w8"], convert_to_tensor=True)
+    ids = words()(text, return_tensors="pt")["input_ids"][:, :length]
+    with torch.no_grad():
+        want = model[0].auto_model(ids).last_hidden_state.mean(1)[0]
+    torch.testing.assert_close(long, torch.nn.functional.normalize(want, dim=0))
+    torch.testing.assert_close(short, model.encode("w7 w8", convert_to_tensor=True))
+    assert not torch.allclose(long, cut, atol=1e-3)

@@ -24,7 +24,7 @@ from hf_posenc.cli.application import (
 )
 from hf_posenc.cli.checkpoints import copy_companions, load_converted, load_model, say_how_to_load
 from hf_posenc.errors import OptionError
-from hf_posenc.patches.atomic_files import whole_directory
+from hf_posenc.patches.atomic_files import reading, whole_directory
 
 Model = Annotated[str, Argument(metavar="MODEL", help='A directory, a name on the hub, or "tiny-llama" (built in).')]
 Out = Annotated[Path, Argument(metavar="OUT", help="Folder to write; must not exist.")]
@@ -236,6 +236,75 @@ def convert(
     typer.echo(f"\n{verification}\n")
     kind = auto_name(type(loaded.config), type(loaded).__name__) or "AutoModel"
     say_how_to_load(out, kind, "import hf_posenc")
+
+
+@app.command()
+def embed(
+    model: Annotated[Path, Argument(metavar="FOLDER", help="A folder of sentence-transformers.")],
+    scheme: SchemeName,
+    out: Out,
+    keys: Keys = None,
+    native: NativeOption = "remove",
+    option: Options = None,
+    text: Annotated[str | None, Option(metavar="FILE", help='A text file, jsonl or parquet; or "builtin".')] = None,
+    length: Annotated[int, Option(min=34, help="Tokens that the result reads, special ones included.")] = 2048,
+    steps: Annotated[int, Option(min=1, help="Optimizer steps.")] = 300,
+    batch_size: Annotated[int, Option(min=1, help="Texts per step.")] = 8,
+    seed: Annotated[int, Option(min=0, help="Random seed.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Give sentence embeddings another scheme and a longer text, and train them to agree with the original's."""
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress
+    from transformers import AutoModel
+
+    from hf_posenc.patches import patch as patching
+    from hf_posenc.patches import record
+    from hf_posenc.recipes.evaluation.text import read_text, token_ids
+    from hf_posenc.recipes.loading import load_config, load_tokenizer, seeded
+    from hf_posenc.recipes.processes import processes
+    from hf_posenc.recipes.runs.request import text_for
+    from hf_posenc.recipes.training import embeddings
+
+    quiet()
+    options, text = scheme_options(scheme, keys, option), text_for(str(model), text=text)
+    config, tokenizer = load_config(str(model)), load_tokenizer(str(model))
+    if record.from_config(config):
+        raise OptionError(f"{model} is converted already, so its own encoding is gone. Give the original folder.")
+    embedder = embeddings.Embedder.of(model, tokenizer, config)
+    size = length - embedder.length + embedder.room
+    ids = token_ids(read_text(text), tokenizer)
+    ids = ids[: len(ids) // size * size].view(-1, size)
+    with whole_directory(out) as folder, seeded(seed):
+        with reading(f"The weights of {model}"):
+            loaded = AutoModel.from_pretrained(model, dtype=torch.float32)
+        patching.patch(loaded, scheme, native=_native(native), **options).to(processes().device)
+        console = Console(stderr=True)
+        with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+            task = bar.add_task("steps", total=steps)
+            found = embeddings.distil_embeddings(
+                loaded,
+                ids,
+                embedder,
+                steps=steps,
+                batch_size=batch_size,
+                seed=seed,
+                progress=lambda done: bar.update(task, completed=done),
+            )
+        if not found.accepted:
+            raise OptionError(f"{found.sentence} Nothing is written. Give more text or --steps.")
+        tokenizer.model_max_length = length
+        loaded.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        embeddings.write_modules(model, folder, length)
+    headers = ("tokens", "agreement before", "agreement", "neighbours found by the original", "neighbours found")
+    print_table(headers, map(dataclasses.astuple, found.rows), as_json=as_json)
+    if not as_json:
+        typer.echo(found.sentence)
+        say_wrote(out)
+        typer.echo("\nTo load it:\n\n    import hf_posenc\n    from sentence_transformers import SentenceTransformer")
+        typer.echo(f'    model = SentenceTransformer("{out}")')
 
 
 @app.command()
