@@ -171,7 +171,7 @@ def test_a_trace_of_one_length_is_refused(scheme: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of the exporter
-@pytest.mark.parametrize("scheme", ["rope", pytest.param("fire", marks=pytest.mark.grid)])
+@pytest.mark.parametrize("scheme", ["fope", pytest.param("fire", marks=pytest.mark.grid)])
 def test_onnx(scheme: str, tmp_path: Path) -> None:
     for package in ("onnx", "onnxscript"):
         pytest.importorskip(package, reason="torch.onnx.export needs it")

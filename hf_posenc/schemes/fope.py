@@ -142,6 +142,9 @@ class FoPE(Annealed, RotaryScheme):
         """Add the other terms, from inputs `[B|1, 1, S, D]`, to the pairs that keep their frequency."""
         # The dominant term is added separately: a matrix product may be rounded more coarsely (TF32).
         others = inputs @ self.annealed(coefficients.to(inputs))  # [B|1, G, S, M]
+        if len(self._kept) == dominant.shape[-1]:
+            # Besides needless work, onnxscript would lose the sum: it takes a scatter to all rows for a copy of them.
+            return dominant + others
         return dominant.expand(*others.shape[:-1], -1).index_add(-1, placed(self._kept, others.device), others)
 
     def _official_series(self, place: Tensor) -> tuple[Tensor, Tensor]:
