@@ -169,7 +169,7 @@ class PosencAttention(Mixin):
             positions = inputs.places
         else:
             assert layer.index is not None
-            fresh = {POSITIONS: inputs.positions.expand(len(q), -1), **state}
+            fresh = {POSITIONS: inputs.positions.expand(q.shape[0], -1), **state}
             keys, values, state = token_cache.update(
                 layer.cache, layer.index, keys, values, fresh, projected.recent, scheme.history
             )
