@@ -25,7 +25,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.modeling_utils import _add_variant, str_to_torch_dtype
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_posenc.errors import CheckpointError
 from hf_posenc.patches import record
@@ -37,6 +37,10 @@ from hf_posenc.patches.surgery import is_of_scheme, parts
 DIGEST = "hf_posenc_record"
 # Key there, and in the index of shards, of what tells one save from another, and its value until that is known.
 SAVE, UNSEALED = "hf_posenc_save", "0" * 16
+# Key there of a digest of config.json and of the tensors that the file names; unsealed until both are written.
+FILES = "hf_posenc_files"
+# What may be changed in config.json: names, what says how to load or generate, and the record, with its own digest.
+_FREE = {"_name_or_path", "dtype", "id2label", "label2id", "posenc", "torch_dtype", "transformers_version", "use_cache"}
 _WEIGHTS = re.compile(
     r"model(?P<weights>\.[^.]+?)?(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index(?P<index>\.[^.]+)?\.json"
 )
@@ -46,8 +50,8 @@ DAMAGED = " It is missing, truncated or damaged: download or save it again."
 def seal(folder: Path) -> None:
     """Finish the weights that transformers has written: give the shards of an index, and it, the digest of them all.
 
-    So shards of two saves never load together. Metadata are sorted, since safetensors writes them in any order, and
-    equal models give equal files.
+    So shards of two saves never load together. Each file is bound to config.json, too. Metadata are sorted, since
+    safetensors writes them in any order, and equal models give equal files.
     """
     files = [path for path in folder.iterdir() if variant(path.name) is not None]
     saves: dict[str, str] = {}
@@ -66,7 +70,10 @@ def seal(folder: Path) -> None:
 
 
 def sort_metadata(path: Path, save: str | None = None) -> None:
-    """Sort the metadata of a file of weights, and set its save; the bytes are replaced in one write by as many."""
+    """Sort the metadata of a file of weights, and set its save, and its digest if it has none yet.
+
+    The bytes are replaced in one write by as many.
+    """
     start = b'{"__metadata__":'
     with path.open("rb") as file:
         size, begin = int.from_bytes(file.read(8), "little"), file.read(len(start))
@@ -76,11 +83,49 @@ def sort_metadata(path: Path, save: str | None = None) -> None:
     found, end = json.JSONDecoder().raw_decode(text, len(start))
     if SAVE in found and save is not None:
         found[SAVE] = save
+    if found.get(FILES) == UNSEALED:
+        found[FILES] = _bound(path)
     ordered = json.dumps(found, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     if len(ordered) == end - len(start) and ordered != text[len(start) : end]:
         with path.open("r+b") as file:
             file.seek(8 + len(start))
             file.write(ordered.encode())
+
+
+def _bound(path: Path) -> str:
+    """Return the digest that binds a file of weights to the config.json beside it: of what both say of the model.
+
+    That is all of config.json but what is free, and the names, types and shapes of the tensors in the file.
+    """
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    header.pop("__metadata__", None)
+    tensors = {name: (tensor["dtype"], tensor["shape"]) for name, tensor in header.items()}
+    config = path.with_name(CONFIG_NAME)
+    facts = _facts(json.loads(config.read_bytes())) if config.is_file() else None
+    return hashlib.sha256(json.dumps([facts, tensors], sort_keys=True).encode()).hexdigest()[: len(UNSEALED)]
+
+
+def _facts(config: Any) -> Any:
+    """Return a part of the JSON of a config without what is free."""
+    if isinstance(config, dict):
+        return {key: _facts(value) for key, value in config.items() if key not in _FREE}
+    return [_facts(value) for value in config] if isinstance(config, list) else config
+
+
+def _check_bound(path: Path) -> None:
+    """Raise `CheckpointError` if config.json or the tensors of a file are not those of its save."""
+    if not path.with_name(CONFIG_NAME).is_file():
+        return
+    with reading(str(path), advice=DAMAGED):
+        bound = read_header(path)[0].get(FILES, UNSEALED)
+        same = bound in (UNSEALED, _bound(path))
+    if not same:
+        raise CheckpointError(
+            f"{path} was saved with another config.json, or with tensors of other names, types or shapes: one of both "
+            "was changed afterwards. Restore both from the original checkpoint. To change a setting on purpose, pass "
+            "it to from_pretrained by its name, and save the model again."
+        )
 
 
 def _checksum(path: Path) -> int:
@@ -247,6 +292,8 @@ def check_stored(model: Any, state_dict: Any, files: Sequence[str] | None, load_
             "hf_posenc wrote it. Restore the weights from the original checkpoint, or save the model again with "
             "save_pretrained."
         )
+    for path in () if load_config.ignore_mismatched_sizes else files or ():
+        _check_bound(Path(path))
 
 
 def variant(name: str) -> str | None:

@@ -11,6 +11,7 @@ metadata in `save_pretrained` or a check of a config against a class, the trap c
 | a converted part in a stock config | `_tell_config_around` | parts are made in `__post_init__` |
 | a stock loader for a composite | `PosencCompositeConfig.built` (composites) | its running `from_pretrained` |
 | weights with another record's config | a digest in headers (`StampedWeights`) | quantizers give metadata |
+| an edited config.json, or tensors of other types | a digest of both there (`FILES`) | the same |
 | loading by its name after a patch | `UNSAVED`, a folder whose name says what to do | libraries read `name_or_path` |
 | other weights into a patched model | `check_metadata`, `check_folder` | variables of `READERS` |
 | a converted part saved by a stock model | `PosencModel.state_dict` (models) | its running `save_pretrained` |
@@ -40,7 +41,7 @@ from hf_posenc.errors import CheckpointError
 from hf_posenc.patches import model_card, record
 from hf_posenc.patches.architecture import of_config
 from hf_posenc.patches.atomic_files import reading
-from hf_posenc.patches.checkpoint import DAMAGED, DIGEST, SAVE, UNSEALED, digests
+from hf_posenc.patches.checkpoint import DAMAGED, DIGEST, FILES, SAVE, UNSEALED, digests
 
 # Whether a converted model is being built, whose inside begins as stock classes.
 BUILDING: ContextVar[bool] = ContextVar("building", default=False)
@@ -231,7 +232,7 @@ class StampedWeights(HfQuantizer):
         state_dict, metadata = self._state_dict, {}
         if self._true is not None:
             state_dict, metadata = self._true.get_state_dict_and_metadata(model)
-        return state_dict, {**metadata, DIGEST: digests(model.config)[0], SAVE: UNSEALED}
+        return state_dict, {**metadata, DIGEST: digests(model.config)[0], SAVE: UNSEALED, FILES: UNSEALED}
 
     def is_serializable(self) -> bool:
         return self._true is None or self._true.is_serializable()
