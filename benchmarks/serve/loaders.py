@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -35,15 +34,14 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": 
 
 import torch
 import transformers
+from table import PAGE, RESULTS, read, text
 from tokenizers import Tokenizer, decoders, models
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, BertConfig, LlamaConfig
 
 WITHOUT = "no plugin"
 FORKS: Any = multiprocessing.get_context("fork")
 HERE = Path(__file__).parent
-RESULTS = HERE.parent / "results" / "loaders.json"
-PAGE = HERE.parents[1] / "docs" / "loaders.md"
 LENGTHS = (5, 33, 70)
 CONFIG = {"vocab_size": 259, "hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 4, "pad_token_id": 0}
 LLAMA = {"num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 1024, "bos_token_id": 1}
@@ -275,31 +273,31 @@ def _run(command: list[str], **options: Any) -> str:
     return done.stdout
 
 
-class Logits(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.model(input_ids=input_ids, use_cache=False).logits
-
-
 def in_onnxruntime(place: Path, wanted: dict[str, Any]) -> str:
+    """Prefill and step with a cache, as one graph."""
     import onnxruntime
 
-    model, file = Logits(AutoModelForCausalLM.from_pretrained(place)), place / "model.onnx"
-    sizes = {0: torch.export.Dim("rows", min=1, max=16), 1: torch.export.Dim("length", min=2, max=512)}
-    call = {"input_ids": wanted["ids"][:, :9]}
-    try:
-        program = torch.onnx.export(
-            model, (), kwargs=call, dynamic_shapes={"input_ids": sizes}, dynamo=True, verbose=False
-        )
-    except Exception as error:
-        lost = re.search(r"No (?:ONNX function|decompositions?)[^\n]*", str(error))
-        raise Refused(f"torch.onnx: {lost[0] if lost else type(error).__name__}") from error
-    program.save(file)
+    from hf_posenc.patches.export.onnx import export_onnx
+
+    file = place / "model.onnx"
+    export_onnx(AutoModelForCausalLM.from_pretrained(place), file)
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    return compared(torch.from_numpy(session.run(None, {"input_ids": wanted["ids"].numpy()})[0]), wanted["output"])
+    kinds = {"tensor(float)": torch.float32, "tensor(double)": torch.float64}
+    empty = {
+        given.name: torch.zeros([1 if n == 0 else x if isinstance(x, int) else 0 for n, x in enumerate(given.shape)],
+                                dtype=kinds.get(given.type, torch.int64)).numpy()
+        for given in session.get_inputs()[2:]
+    }  # fmt: skip
+    found = []
+    for prompt in wanted["prompts"]:
+        past, row, fresh = empty, list(prompt), [prompt]
+        for _ in wanted["tokens"][0]:
+            call = {"input_ids": fresh, "attention_mask": [[1] * len(row)]}
+            logits, *held = session.run(None, {n: torch.tensor(x).numpy() for n, x in call.items()} | past)
+            past, fresh = dict(zip(past, held, strict=True)), [[int(logits[0, -1].argmax())]]
+            row += fresh[0]
+        found.append(row[len(prompt) :])
+    return same_tokens(found, wanted)
 
 
 def in_sentence_transformers(place: Path, wanted: dict[str, Any]) -> str:
@@ -464,11 +462,7 @@ def main() -> None:
             draft = RESULTS.with_suffix(f".{os.getpid()}")
             draft.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
             draft.replace(RESULTS)
-    PAGE.write_text(text(read()), encoding="utf-8")
-
-
-def read() -> dict[str, Any]:
-    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"versions": {}, "cells": {}}
+    PAGE.write_text(text(read(), LOADERS), encoding="utf-8")
 
 
 def installed(loader: str) -> str:
@@ -482,41 +476,6 @@ def installed(loader: str) -> str:
         except ModuleNotFoundError:
             continue
     return LOADERS[loader][0]
-
-
-def text(stored: dict[str, Any]) -> str:
-    """Return the page of the documentation."""
-    versions, cells = stored["versions"], stored["cells"]
-    loaders = [row for name in LOADERS for row in versions if row == name or row.startswith(f"{name} (")]
-    lines = [f"| scheme | {' | '.join(loaders)} |", "|---" * (len(loaders) + 1) + "|"]
-    notes: dict[str, int] = {}
-    for case, row in cells.items():
-        found = []
-        for loader in loaders:
-            cell = row.get(loader, "")
-            if cell.startswith(("refused", "fault")):
-                word, _, why = cell.partition(": ")
-                why = re.sub(r"'[^']*'|\b\w+ \(layer \d+\)|layer \d+|\d+", "…", why).replace("|", "/")
-                cell = f"{word} [{notes.setdefault(why, len(notes) + 1)}]"
-            found.append(cell)
-        lines.append(f"| {case} | {' | '.join(found)} |")
-    counts = {
-        loader: Counter(row[loader].partition(":")[0] for row in cells.values() if loader in row) for loader in loaders
-    }
-    lines += ["", "| loader | version | equal | refused | faults |", "|---|---|---|---|---|"]
-    lines += [f"| {x} | {versions[x]} | {n['equal']} | {n['refused']} | {n['fault']} |" for x, n in counts.items()]
-    lines += ["", "| | in which words |", "|---|---|", *(f"| {number} | {why} |" for why, number in notes.items())]
-    return f"""# Which loader takes which scheme
-
-Made by `python benchmarks/serve/loaders.py`, on the CPU. Each row is a small random Llama that was converted (of
-sentence-transformers, a BERT), its scheme moved from its start, and saved; each column a program that loads the folder
-in a process of its own. *Equal*: the same logits, bit for bit in transformers, PEFT and TRL, up to rounding elsewhere,
-or in servers the same greedy tokens after three prompts. *Refused*: an error, in the words below.
-Nothing else may occur; what is empty was not run yet. *No plugin* is a process in which hf_posenc cannot be imported;
-*export* a stock class with what `hf-posenc export` wrote, which llama.cpp reads, too.
-
-{chr(10).join(lines)}
-"""
 
 
 if __name__ == "__main__":
