@@ -109,7 +109,7 @@ class _Step(nn.Module):
         self, input_ids: Tensor, attention_mask: Tensor, past: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         (rows, fresh), held = input_ids.shape, past[f"0.{_KEYS}"].shape[2]
-        torch._check(attention_mask.shape[1] == held + fresh)
+        torch._check(attention_mask.shape[1] == held + fresh)  # type: ignore[no-untyped-call]
         positions = resolve_positions(Request(rows, held, input_ids.device, mask=attention_mask))
         layers: dict[int, dict[str, Tensor]] = {}
         for place, tensor in past.items():
