@@ -39,8 +39,12 @@ DIGEST = "hf_posenc_record"
 SAVE, UNSEALED = "hf_posenc_save", "0" * 16
 # Key there of a digest of config.json and of the tensors that the file names; unsealed until both are written.
 FILES = "hf_posenc_files"
-# What may be changed in config.json: names, what says how to load or generate, and the record, with its own digest.
-_FREE = {"_name_or_path", "dtype", "id2label", "label2id", "posenc", "torch_dtype", "transformers_version", "use_cache"}
+# What may be changed in config.json: names, what says how to load or generate, the record, with its own digest, and
+# how weights are quantised, which some tools add when all is saved.
+_FREE = {
+    *("_name_or_path", "dtype", "id2label", "label2id", "posenc", "quantization_config", "torch_dtype"),
+    *("transformers_version", "use_cache"),
+}
 _WEIGHTS = re.compile(
     r"model(?P<weights>\.[^.]+?)?(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index(?P<index>\.[^.]+)?\.json"
 )
