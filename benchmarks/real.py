@@ -142,7 +142,7 @@ def exact(config: Any, name: str, info: Any) -> dict[str, Any] | None:
 
     for options in ({}, {"native": "keep", **(info.cls.neutral_options or {})}):
         try:
-            if hf_posenc.plan(config, name, **options).start == "exact":
+            if hf_posenc.plan(config, name, **options).start.startswith("exact"):
                 return options
         except hf_posenc.PosencError:
             continue
