@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -261,6 +262,7 @@ def embed(
 
     from hf_posenc.patches import patch as patching
     from hf_posenc.patches import record
+    from hf_posenc.recipes import durations
     from hf_posenc.recipes.evaluation.text import read_text, token_ids
     from hf_posenc.recipes.loading import load_config, load_tokenizer, seeded
     from hf_posenc.recipes.processes import processes
@@ -281,6 +283,16 @@ def embed(
             loaded = AutoModel.from_pretrained(model, dtype=torch.float32)
         patching.patch(loaded, scheme, native=_native(native), **options).to(processes().device)
         console = Console(stderr=True)
+        timed, times = 1 + steps // 20, list[float]()
+
+        def tell(done: int) -> None:
+            bar.update(task, completed=done)
+            times.append(time.monotonic())
+            # One step would not tell, since texts differ in length.
+            if done == timed > 1:
+                left = (steps - done) * (times[-1] - times[0]) / (done - 1)
+                console.print(f"time: {durations.words(left)} for {steps - done} steps, and measuring", highlight=False)
+
         with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
             task = bar.add_task("steps", total=steps)
             found = embeddings.distil_embeddings(
@@ -290,7 +302,7 @@ def embed(
                 steps=steps,
                 batch_size=batch_size,
                 seed=seed,
-                progress=lambda done: bar.update(task, completed=done),
+                progress=tell,
             )
         if not found.accepted:
             raise OptionError(f"{found.sentence} Nothing is written. Give more text or --steps.")
