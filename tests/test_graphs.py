@@ -175,7 +175,7 @@ def test_a_trace_of_one_length_is_refused(scheme: str) -> None:
 ONNX = {"fope": (), "kv_shift": (), "kerple": pytest.mark.grid, "fox": pytest.mark.grid}
 # A state of the last tokens, and what ONNX has no operation for.
 WITHOUT_ONNX = dict.fromkeys(("fox_pro", "kv_shift", "path", "selective_rope"), "last tokens only")
-WITHOUT_ONNX |= dict.fromkeys(("comrope_ap", "comrope_ld", "liere", "xpos"), r"torch\.onnx says")
+WITHOUT_ONNX |= dict.fromkeys(("comrope_ap", "comrope_ld", "liere"), r"torch\.onnx says")
 
 
 @pytest.mark.filterwarnings("ignore")  # of the exporter
