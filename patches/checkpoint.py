@@ -97,9 +97,9 @@ def sort_metadata(path: Path, save: str | None = None) -> None:
 
 
 def _bound(path: Path) -> str:
-    """Return the digest that binds a file of weights to the config.json beside it: of what both say of the model.
+    """Return a digest that binds a file of weights to the config.json beside it.
 
-    That is all of config.json but what is free, and the names, types and shapes of the tensors in the file.
+    It covers all keys of config.json that are not free, and the names, types and shapes of the tensors.
     """
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -118,7 +118,7 @@ def _facts(config: Any) -> Any:
 
 
 def _check_bound(path: Path) -> None:
-    """Raise `CheckpointError` if config.json or the tensors of a file are not those of its save."""
+    """Raise `CheckpointError` if config.json or the tensors of a file were changed after they were saved."""
     if not path.with_name(CONFIG_NAME).is_file():
         return
     with reading(str(path), advice=DAMAGED):

@@ -1,4 +1,4 @@
-"""What `loaders.py` found, and the page of the documentation that it makes of that."""
+"""The page of the documentation with the results of `loaders.py`."""
 
 from __future__ import annotations
 

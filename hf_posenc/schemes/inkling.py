@@ -91,7 +91,7 @@ class Inkling(Scheme):
         return F.pad(self.proj.flip(1), (1, 0 if self.geometry.causal else 1))
 
     def _vectors(self, tables: Mapping[str, Tensor]) -> Vectors:
-        """Return the curves as vectors per distance, which meet what a query takes of each, in place of the query."""
+        """Return the curves as one vector of shares per distance, to be multiplied with the shares of each query."""
         # Products with vectors are multiplied by the softmax scale.
         return Vectors(self._falling().T[None] / self.geometry.scale, queries=_SHARES)
 
