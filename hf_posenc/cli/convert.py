@@ -283,18 +283,19 @@ def embed(
             loaded = AutoModel.from_pretrained(model, dtype=torch.float32)
         patching.patch(loaded, scheme, native=_native(native), **options).to(processes().device)
         console = Console(stderr=True)
-        timed, times = 1 + steps // 20, list[float]()
+        seen: list[tuple[float, int]] = []
 
-        def tell(done: int) -> None:
-            bar.update(task, completed=done)
-            times.append(time.monotonic())
+        def tell(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+            seen.append((time.monotonic(), done))
             # One step would not tell, since texts differ in length.
-            if done == timed > 1:
-                left = (steps - done) * (times[-1] - times[0]) / (done - 1)
-                console.print(f"time: {durations.words(left)} for {steps - done} steps, and measuring", highlight=False)
+            if len(seen) == 1 + steps // 20 > 1:
+                (began, first), (now, last) = seen[0], seen[-1]
+                left = (total - last) * (now - began) / (last - first)
+                console.print(f"time: {durations.words(left)} for the steps, and measuring", highlight=False)
 
         with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-            task = bar.add_task("steps", total=steps)
+            task = bar.add_task("steps", total=None)
             found = embeddings.distil_embeddings(
                 loaded,
                 ids,

@@ -162,7 +162,7 @@ def distil_embeddings(
     learning_rate: float | None = None,
     scheme_learning_rate: float | None = None,
     seed: int = 0,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> EmbeddingResult:
     """Train a converted encoder, in place, to embed texts as the original does, also those longer than its own.
 
@@ -182,7 +182,7 @@ def distil_embeddings(
         learning_rate: Peak learning rate of the model's own weights; `None` follows from the model's size.
         scheme_learning_rate: Peak learning rate of the scheme's weights; `None` likewise.
         seed: Random seed of the texts of each step.
-        progress: Function called after each step with the number of steps done.
+        progress: Function called after each step with the tokens of a text in the steps so far, and in all steps.
 
     Raises:
         NotPatchedError: The model is not patched.
@@ -208,9 +208,9 @@ def distil_embeddings(
         groups = parameter_groups(model, scheme_learning_rate=scheme_learning_rate or own.scheme)
         optimizer = torch.optim.Adam(groups, lr=learning_rate or own.model)
         schedule = get_cosine_schedule_with_warmup(optimizer, round(_WARMUP * steps), steps)
-        for step in range(steps):
-            shares = torch.rand((), generator=draw)
-            length = round(_SHORTEST * (ids.shape[1] / _SHORTEST) ** float(shares))
+        shares = torch.rand(steps, generator=draw).tolist()
+        lengths = [round(_SHORTEST * (ids.shape[1] / _SHORTEST) ** share) for share in shares]
+        for step, length in enumerate(lengths, 1):
             chosen = texts[torch.randint(len(texts), (batch_size,), generator=draw).to(ids.device), :length]
             wanted, states = embedder.read_in_pieces(original, chosen)
             got, own_states = embedder.read(model, chosen)
@@ -221,7 +221,7 @@ def distil_embeddings(
             optimizer.step()
             schedule.step()
             if progress is not None:
-                progress(step + 1)
+                progress(sum(lengths[:step]), sum(lengths))
         after = _cosines(model, original, embedder, judged)
         means = (1 - sum(found.values()) / len(found) for found in (before, after))
         accepted, sentence = verdict("distillation", "distance from the embeddings of the original", *means)
