@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from hf_posenc.patches import surgery
 from hf_posenc.patches.patch import unpatch
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.schema.recipe import Recipe, Training
+from hf_posenc.recipes.training.pieces import AT_ONCE, Readout
 
 # Share of the free memory that a step may take; the estimate is rough.
 _USED = 0.8
@@ -36,19 +38,23 @@ class Need:
     Attributes:
         fixed: Weights, Adam's moments, a teacher, casts of weights, and what the allocator keeps.
         gradients: Gradients of all weights, with the second one of a matrix that is embedding and head.
-        window: Activations and logits of a window.
+        window: Activations of a window.
+        logits: Logits of a window, and what is made of them.
+        at_once: The most of these that are there at once.
     """
 
     fixed: int
     gradients: int
     window: int
+    logits: int
+    at_once: float = math.inf
 
     def of(self, windows: int, *, accumulates: bool = False) -> int:
         """Return the peak of a step with so many windows per forward; `accumulates` if it has several forwards.
 
         The backward pass frees activations before all gradients are there, unless those of an earlier forward are.
         """
-        text = windows * self.window
+        text = windows * self.window + int(min(windows * self.logits, self.at_once))
         return self.fixed + (self.gradients + text if accumulates else max(self.gradients, text))
 
 
@@ -69,7 +75,7 @@ def need(model: nn.Module, recipe: Recipe, length: int) -> Need:
     config = inner.config.get_text_config()
     vocabulary, hidden, layers = config.vocab_size, config.hidden_size, config.num_hidden_layers
     halves = recipe.training.precision != "float32"
-    kept = _activations(inner, halves=halves)
+    kept, is_piecewise = _activations(inner, halves=halves)
     if recipe.training.gradient_checkpointing:
         kept = kept // layers + 4 * layers * hidden
     logits = 3 + (distillation.distils and 2 - (distillation.share == 1))
@@ -83,12 +89,14 @@ def need(model: nn.Module, recipe: Recipe, length: int) -> Need:
     return Need(
         fixed + own * 2 * (halves and trains_all),
         trained * 4 + 2 * 4 * table.numel() * is_tied,
-        length * (kept + vocabulary * 4 * logits),
+        length * kept,
+        length * vocabulary * 4 * logits,
+        AT_ONCE * 4 * logits if is_piecewise else math.inf,
     )
 
 
-def _activations(model: PreTrainedModel, *, halves: bool) -> int:
-    """Return the bytes per token that a model without its head keeps for the backward pass.
+def _activations(model: PreTrainedModel, *, halves: bool) -> tuple[int, bool]:
+    """Return the bytes per token that a model without its head keeps for the backward pass, and if it has a `Readout`.
 
     They are counted in a forward of the stock model on tensors without memory: schemes keep little more. It has a mask,
     so heads of grouped keys and values count as repeated, which they are not where nothing is padded.
@@ -102,10 +110,11 @@ def _activations(model: PreTrainedModel, *, halves: bool) -> int:
             found[storage._cdata] = storage
         return tensor
 
+    is_piecewise = False
     try:
-        body = _stock(model).train()
+        whole = _stock(model).train()
         with FakeTensorMode(), torch.device("cpu"):
-            for module in body.modules():
+            for module in whole.modules():
                 for name, own in module.named_parameters(recurse=False):
                     module._parameters[name] = nn.Parameter(torch.empty(own.shape))
                 for name, own in module.named_buffers(recurse=False):
@@ -114,21 +123,22 @@ def _activations(model: PreTrainedModel, *, halves: bool) -> int:
             given = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
             saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
             with saved, torch.autocast("cpu", torch.bfloat16, enabled=halves):
-                body(input_ids=ids, use_cache=False, **given)
+                whole.base_model(input_ids=ids, use_cache=False, **given)
+            is_piecewise = Readout.of(whole) is not None
     # Forwards that depend on values, or read packed weights, cannot be run so: linear layers keep what they read, and
     # what they write is kept by others.
     except Exception:
         table = model.get_input_embeddings().weight.shape
         matrices = [own.shape for own in model.parameters() if own.ndim == 2 and own.shape != table]
-        return (2 if halves else 4) * sum(map(sum, matrices))
-    return sum(storage.nbytes() for storage in found.values()) // _TOKENS
+        return (2 if halves else 4) * sum(map(sum, matrices)), is_piecewise
+    return sum(storage.nbytes() for storage in found.values()) // _TOKENS, is_piecewise
 
 
 def _stock(model: PreTrainedModel) -> Any:
-    """Return the model before its conversion, on the meta device and without its head."""
+    """Return the model before its conversion, on the meta device."""
     weights: dict[int, Any] = {id(own): nn.Parameter(own.detach().to("meta"), False) for own in model.parameters()}
     twin = copy.deepcopy(model, weights)
-    return (unpatch(twin) if surgery.is_patched(twin) else twin).base_model
+    return unpatch(twin) if surgery.is_patched(twin) else twin
 
 
 def available(device: torch.device, count: int = 1) -> int:
@@ -150,9 +160,10 @@ def micro_batch(training: Training, wanted: Need, free: int, count: int = 1) -> 
     share, room = training.batch_size // count, int(_USED * free)
     micro = training.micro_batch_size
     if micro is None:
-        fitting = (room - wanted.fixed - wanted.gradients) // wanted.window
-        most = share if wanted.of(share) <= room else max(1, min(share, fitting))
-        micro = next(size for size in range(most, 0, -1) if share % size == 0)
+        # No more than these fit, even without logits.
+        most = min(share, max(1, (room - wanted.fixed) // wanted.window))
+        divisors = (size for size in range(most, 0, -1) if share % size == 0)
+        micro = next((size for size in divisors if wanted.of(size, accumulates=size < share) <= room), 1)
     peak = wanted.of(micro, accumulates=micro < share)
     size = peak / _GIB
     words = f"{'less than 0.1' if size < 0.1 else f'about {size:.1f}'} GiB for a step, of {free / _GIB:.1f} free, "
@@ -169,6 +180,7 @@ def micro_batches(recipe: Recipe, model: nn.Module, length: int) -> tuple[dict[s
     of_token, found = need(model, recipe, 1), {}
     for name, stage in recipe.stages().items():
         if name != "transfer":  # It follows the training, and needs less.
-            wanted = replace(of_token, window=of_token.window * (stage.length or length))
+            tokens = stage.length or length
+            wanted = replace(of_token, window=of_token.window * tokens, logits=of_token.logits * tokens)
             found[name] = micro_batch(stage, wanted, free, together.num_processes)
     return {name: micro for name, (micro, _) in found.items()}, found["training"][1]

@@ -50,11 +50,22 @@ def recipe(tmp_path: Path) -> Path:
 def launch(
     config: str, recipe: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> subprocess.CompletedProcess[str]:
-    """Run a recipe with `accelerate launch -m hf_posenc train`, in two processes without accelerators."""
-    for name, value in (("OMP_NUM_THREADS", "1"), ("ACCELERATE_USE_CPU", "true")):
+    """Run a recipe with `accelerate launch -m hf_posenc train`, in two processes without accelerators.
+
+    Their losses are computed in pieces.
+    """
+    few = "from hf_posenc.recipes.training import pieces\n\npieces.AT_ONCE = 20_000\n"
+    (recipe.parent / "few_logits.py").write_text(few, encoding="utf-8")
+    monkeypatch.syspath_prepend(recipe.parent)
+    for name, value in (
+        ("OMP_NUM_THREADS", "1"),
+        ("ACCELERATE_USE_CPU", "true"),
+        ("PYTHONPATH", os.pathsep.join(sys.path)),
+    ):
         monkeypatch.setenv(name, value)
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(library.find_config(config))]
-    command = [*launcher, "--num_processes", "2", "-m", "hf_posenc", "train", str(recipe), "--out", str(folder)]
+    command = [*launcher, "--num_processes", "2", "-m", "hf_posenc", "--import", "few_logits"]
+    command += ["train", str(recipe), "--out", str(folder)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -304,7 +305,9 @@ def test_micro_batches_fit_the_memory() -> None:
     model.requires_grad_(True)
     assert memory.need(skeleton(CONFIGS["llama"]), recipe, 128) == need
     # Gradients come when activations go, unless those of an earlier forward are there.
-    assert need.of(2) == need.fixed + 2 * need.window
+    assert need.of(2) == need.fixed + 2 * (need.window + need.logits)
+    # The logits of long windows are never all there.
+    assert replace(need, logits=10**15).of(2) == need.fixed + 2 * need.window + need.at_once
     assert need.of(2, accumulates=True) == need.of(2) + need.gradients
     plenty, tight = 2 * need.of(8), int(1.01 * need.of(2, accumulates=True) / 0.8)
     assert memory.micro_batch(Training(), need, plenty)[0] is None
@@ -328,7 +331,8 @@ def test_activations_are_what_a_backward_pass_keeps(name: str, scheme: str | Non
     stock = copy.deepcopy(model).train()
     if scheme is not None:
         hf_posenc.patch(model, scheme)
-    count = memory._activations(model, halves=precision == "bfloat16")
+    count, is_piecewise = memory._activations(model, halves=precision == "bfloat16")
+    assert is_piecewise == (auto_class(config) is AutoModelForCausalLM)
     ids, own = torch.ones(1, 61, dtype=torch.long), {id(weight) for weight in stock.parameters()}
     kept: dict[int, Any] = {}
 

@@ -22,7 +22,7 @@ from transformers import (
 import hf_posenc
 from hf_posenc import NotPatchedError, OptionError
 from hf_posenc.recipes.data.collation import MixedLengths, PositionSkipping, Repetition
-from hf_posenc.recipes.training import distillation
+from hf_posenc.recipes.training import pieces
 from hf_posenc.recipes.training.callbacks import Annealing, Handover
 from hf_posenc.recipes.training.distillation import Distilling, Teacher, divergence, hidden_distance
 
@@ -389,14 +389,14 @@ def test_padding_teaches_an_encoder_decoder_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_divergence_goes_through_a_few_tokens_at_a_time(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distillation, "_NUMBERS_AT_ONCE", 100)  # Three tokens of 31 numbers.
+    monkeypatch.setattr(pieces, "_NUMBERS_AT_ONCE", 100)  # Three tokens of 31 numbers.
     logits, wanted = torch.randn(2, 7, 31).to(dtype).requires_grad_(), torch.randn(2, 7, 31).to(dtype)
     keep = torch.rand(2, 7) > 0.3
     got, target = (x.to(torch.promote_types(dtype, torch.float32)).log_softmax(-1) for x in (logits, wanted))
     whole = F.kl_div(got, target, reduction="none", log_target=True).sum(-1)[keep].mean()
-    pieces = divergence(logits, wanted, keep)
-    torch.testing.assert_close(pieces, whole)
-    torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in (pieces, whole)))
+    found = divergence(logits, wanted, keep)
+    torch.testing.assert_close(found, whole)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in (found, whole)))
 
 
 def test_padding_teaches_nothing() -> None:

@@ -125,7 +125,7 @@ ROOMS = [
     ("hf_posenc.testing",),
     *((f"hf_posenc.recipes.{room}",) for room in (
         "layout", "intervals", "storage", "processes", "durations", "reports", "loading", "plots", "schema", "library",
-        "memory", "data", "evaluation", "training", "goals", "runs", "comparison", "demo",
+        "data", "evaluation", "training", "memory", "goals", "runs", "comparison", "demo",
     )),
     ("hf_posenc.cli", "hf_posenc.__main__"),
 ]  # fmt: skip

@@ -5,22 +5,21 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from hf_posenc.errors import OptionError, shown
 from hf_posenc.operands import is_number
 from hf_posenc.patches.inspection import table_end
 from hf_posenc.patches.patch import disabled, evaluating, unpatch
 from hf_posenc.recipes.loading import is_masked, trained_length
+from hf_posenc.recipes.training import pieces
 from hf_posenc.recipes.training.callbacks import patched_inside
-
-# Numbers of logits that a divergence is computed of at once; on a GPU each piece costs launches of kernels.
-_NUMBERS_AT_ONCE, _NUMBERS_ON_DEVICE = 2**20, 2**26
+from hf_posenc.recipes.training.pieces import PiecewiseLoss, Readout, divergences
 
 
 class Teacher:
@@ -84,16 +83,41 @@ class Teacher:
         length. Its positions restart where those of the batch do, so packed documents stay apart. The options are more
         keywords of the forward.
         """
+        with self._alone():
+            tokens = _tokens(inputs)
+            if self.length is None or tokens <= self.length:
+                return self._read(inputs, options)
+            return _joined([(self._read(part, options), known) for part, known in _parts(inputs, tokens, self.length)])
+
+    @cached_property
+    def readout(self) -> Readout | None:
+        """Head of the model, if its logits can be computed in pieces."""
+        with self._alone():
+            return Readout.of(self.model)
+
+    def read_out(self, inputs: dict[str, Any], **options: Any) -> Any:
+        """Return the outputs on a batch with the last states as logits, for `predict`."""
+        assert self.readout is not None
+        # Nobody reads the teacher's loss.
+        with self.readout.withheld():
+            return self({name: given for name, given in inputs.items() if name != "labels"}, **options)
+
+    def predict(self, states: Tensor) -> Tensor:
+        """Return the logits of some last states."""
+        assert self.readout is not None
+        with self._alone():
+            return cast(Tensor, self.readout.head(states))
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Turn gradients off, and what the trained model adds to the teacher."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if self._adapted is not None:
                 stack.enter_context(evaluating(self.model))
                 stack.enter_context(self._adapted.disable_adapter())
                 stack.enter_context(disabled(self._adapted))
-            tokens = _tokens(inputs)
-            if self.length is None or tokens <= self.length:
-                return self._read(inputs, options)
-            return _joined([(self._read(part, options), known) for part, known in _parts(inputs, tokens, self.length)])
+            yield
 
     def _read(self, inputs: dict[str, Any], options: dict[str, Any]) -> Any:
         given = {**inputs, **options, "use_cache": False}
@@ -202,21 +226,75 @@ class Distilling:
         teacher = self._teacher if weight else None
         share, hidden = weight * self._share, weight * self._hidden
         wants = {"output_hidden_states": True} if teacher is not None and hidden else {}
+        is_long = not return_outputs and self._is_long(inputs, teacher)
+        mixed = self._in_pieces if is_long else self._at_once
+        loss, outputs, wanted = mixed(model, inputs, wants, teacher, share, num_items_in_batch)
+        if wants:
+            masks = _masks(inputs, outputs, masked=self._masked)
+            del masks["logits"]
+            for name, keep in masks.items():
+                distance = hidden_distance(outputs[name], wanted[name], keep)
+                loss = loss + hidden / self._parts(num_items_in_batch) * distance
+        return (loss, outputs) if return_outputs else loss
+
+    def _at_once(
+        self, model: nn.Module, inputs: Any, wants: Any, teacher: Teacher | None, share: float, items: Any
+    ) -> tuple[Any, Any, Any]:
+        """Return the loss on the text and on the teacher's predictions, and the outputs of both models."""
         loss, outputs = super().compute_loss(  # type: ignore[misc]
-            model, inputs | wants, return_outputs=True, num_items_in_batch=num_items_in_batch
+            model, inputs | wants, return_outputs=True, num_items_in_batch=items
         )
-        parts = self._parts(num_items_in_batch)
+        parts = self._parts(items)
         if self._logs_text:
             self._text_losses.append(parts * loss.detach())
+        if teacher is None:
+            return loss, outputs, None
+        wanted = teacher(inputs, **wants)
+        keep = _masks(inputs, outputs, masked=self._masked)["logits"]
+        # Without a weight, the gradient of the text would be computed for nothing.
+        loss = (1 - share) * loss if share < 1 else 0.0
+        return loss + share / parts * divergence(outputs.logits, wanted.logits, keep), outputs, wanted
+
+    def _in_pieces(
+        self, model: nn.Module, inputs: Any, wants: Any, teacher: Teacher | None, share: float, items: Any
+    ) -> tuple[Any, Any, Any]:
+        """Return what `_at_once` does, but last states as the logits of both outputs.
+
+        The whole loss is computed in the forward of the model, as wrappers for several processes expect.
+        """
+        parts, wanted = self._parts(items), None
+        # The trainer multiplies a loss that the model divided by the tokens of all processes.
+        averages = self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs  # type: ignore[attr-defined]
+        times = self.accelerator.num_processes if averages and items is not None else 1  # type: ignore[attr-defined]
+        assert self._readout is not None
+        loss_function = PiecewiseLoss(self._readout)
         if teacher is not None:
-            wanted = teacher(inputs, **wants)
-            masks = _masks(inputs, outputs, masked=self._masked)
-            # Without a weight, the gradient of the text would be computed for nothing.
-            loss = (1 - share) * loss if share < 1 else 0.0
-            loss = loss + share / parts * divergence(outputs.logits, wanted.logits, masks.pop("logits"))
-            for name, keep in masks.items() if wants else ():
-                loss = loss + hidden / parts * hidden_distance(outputs[name], wanted[name], keep)
-        return (loss, outputs) if return_outputs else loss
+            wanted = teacher.read_out(inputs, **wants)
+            loss_function.teach(
+                wanted.logits, teacher.predict, inputs.get("attention_mask"), share, weight=share / parts / times
+            )
+        with loss_function.in_place():
+            loss, outputs = super().compute_loss(  # type: ignore[misc]
+                model, inputs | wants, return_outputs=True, num_items_in_batch=items
+            )
+        if self._logs_text:
+            self._text_losses.append(parts * times * loss_function.text)
+        return loss, outputs, wanted
+
+    def _is_long(self, inputs: dict[str, Any], teacher: Teacher | None) -> bool:
+        """Return whether the logits of a batch are many, and can be computed in pieces."""
+        labels, config = inputs.get("labels"), getattr(self.model, "config", None)  # type: ignore[attr-defined]
+        if labels is None or config is None:
+            return False
+        if labels.numel() * getattr(config.get_text_config(), "vocab_size", 0) <= pieces.AT_ONCE:
+            return False
+        if self.label_smoother is not None or self.compute_loss_func is not None:  # type: ignore[attr-defined]
+            return False
+        return self._readout is not None and (teacher is None or teacher.readout is not None)
+
+    @cached_property
+    def _readout(self) -> Readout | None:
+        return Readout.of(self.model)  # type: ignore[attr-defined]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log also `text_loss`, the text's part of the mixed loss, as a mean since the last entry."""
@@ -269,36 +347,7 @@ def divergence(logits: Tensor, wanted: Tensor, keep: Tensor | None = None) -> Te
 
     The mask of counted tokens is `[B, S]`; `None`, or a mask of another shape, counts all.
     """
-    return mean_of_counted(cast(Tensor, _Divergence.apply(logits, wanted)), keep)  # type: ignore[no-untyped-call]
-
-
-class _Divergence(torch.autograd.Function):
-    """KL divergence of each token, `[..., vocabulary]` twice to `[...]`, of which the first has a gradient.
-
-    It goes through a few tokens at a time and keeps the gradient alone. All log-probabilities at once take several
-    times the memory of the logits, and as long as a quarter of the training step of a model of 135M parameters.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, wanted: Tensor) -> Tensor:
-        slopes, found = torch.empty_like(logits, memory_format=torch.contiguous_format), []
-        at_once = _NUMBERS_AT_ONCE if logits.device.type == "cpu" else _NUMBERS_ON_DEVICE
-        size = max(1, at_once // logits.shape[-1])
-        pieces = (torch.split(x.flatten(0, -2), size) for x in (logits, wanted, slopes))
-        for one, other, slope in zip(*pieces, strict=True):
-            # At least float32, since the differences of log-probabilities are small.
-            exact = torch.promote_types(one.dtype, torch.float32)
-            got, target = (F.log_softmax(x, dim=-1, dtype=exact) for x in (one, other))
-            probability = target.exp()
-            found.append(target.sub_(got).mul_(probability).sum(-1))
-            slope.copy_(got.exp_().sub_(probability))
-        ctx.save_for_backward(slopes)
-        return torch.cat(found).view(logits.shape[:-1])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (slopes,) = ctx.saved_tensors
-        return slopes * gradients[0][..., None].to(slopes.dtype), None
+    return mean_of_counted(divergences(logits, wanted), keep)
 
 
 def hidden_distance(hidden: tuple[Tensor, ...], wanted: tuple[Tensor, ...], keep: Tensor | None = None) -> Tensor:
