@@ -1,6 +1,6 @@
 """The same recipe in one process and in two (gloo, on the CPU): the same losses, and checkpoints that load anywhere.
 
-DDP runs with the grid. FSDP2 takes four minutes: pytest -m slow tests/test_distributed.py
+DDP runs with the grid, FSDP2 on demand: pytest -m slow tests/test_distributed.py
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.grid
+@pytest.mark.slow
 def test_schemes_are_units_of_fsdp_in_half_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run.py").write_text(SHARDED, encoding="utf-8")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -340,7 +340,7 @@ def test_report_is_complete(tmp_path: Path) -> None:
 # -- whole evaluations -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.grid  # it starts processes
+@pytest.mark.slow  # a run in two processes measures, too: see test_distributed
 def test_two_processes_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Five windows in batches of two: three batches for two processes.
     typed = ["eval", "tiny-llama", "--contexts", "64,96", "--measures", "perplexity,induction", "--samples", "5"]

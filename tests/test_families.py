@@ -59,9 +59,10 @@ OWN = {
 }
 HEADS = [
     (name, stock)
-    for name in (*DECODERS, *ENCODERS, "gpt2", "vit")
-    for stock in architectures()[name].twins
-    if issubclass(stock, PreTrainedModel) and stock not in architectures()[name].parts
+    for name, read in architectures().items()
+    if name in (*DECODERS, *ENCODERS, "gpt2", "vit")
+    for stock in read.twins
+    if issubclass(stock, PreTrainedModel) and stock not in read.parts
 ]
 LATENT = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "kv_lora_rank": 16, "q_lora_rank": 16}
 
