@@ -3,6 +3,8 @@
     python benchmarks/serve/loaders.py                     # all loaders that this environment has
     python benchmarks/serve/loaders.py vllm --cases alibi  # some loaders, some cases
     python benchmarks/serve/loaders.py llama.cpp --model DIR   # a real Llama instead of a small random one
+    python benchmarks/serve/loaders.py --altered           # each folder twice more: a number of config.json changed, a
+                                                           # tensor renamed
     python benchmarks/serve/loaders.py --table             # only writes the page of what is stored
 
 The results are in results/loaders.json and docs/loaders.md; what other environments stored stays. The files *.txt
@@ -60,6 +62,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# What is done to folders after they are saved.
+ALTERATIONS = ("a number in config.json", "a tensor")
+
+
 class Refused(Exception):
     """The program, or this package in it, says no."""
 
@@ -72,6 +78,7 @@ def make(folder: Path, case: str, given: Any) -> None:
     import hf_posenc
     from hf_posenc.errors import PosencError
 
+    case, _, altered = case.partition("; ")
     scheme, options = VARIANTS.get(case, (case, {}))
     config = LlamaConfig(**CONFIG, **LLAMA, eos_token_id=None)
     for kind in ("decoder", "encoder"):
@@ -106,6 +113,27 @@ def make(folder: Path, case: str, given: Any) -> None:
             found["prompts"] = [row[0].tolist() for row in prompts]
             found["tokens"] = [greedy(model, row, given.tokens) for row in found["prompts"]]
         torch.save(found, folder / f"{kind}.pt")
+        if altered:
+            alter(place, altered)
+
+
+def alter(place: Path, what: str) -> None:
+    """Change a saved checkpoint so that it is another function, or none."""
+    if what == ALTERATIONS[0]:
+        config = json.loads((place / "config.json").read_text())
+        name = next(name for name in ("rms_norm_eps", "layer_norm_eps") if name in config)
+        (place / "config.json").write_text(json.dumps(config | {name: 0.5}))
+        return
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    file = place / "model.safetensors"
+    with safe_open(file, "pt") as stored:
+        tensors, metadata = {name: stored.get_tensor(name) for name in stored.keys()}, stored.metadata()  # noqa: SIM118
+    # One of the scheme, if it has any.
+    name = max(tensors, key=lambda name: "hf_posenc" in name)
+    tensors[f"{name}_"] = tensors.pop(name)
+    save_file(tensors, file, metadata)
 
 
 def tokenizer(path: str | None) -> Any:
@@ -440,6 +468,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", help="schemes and hybrids; all by default")
     parser.add_argument("--model", help="folder of a Llama; by default a small one, at random")
     parser.add_argument("--tokens", type=int, default=16, help="greedy tokens to compare, after each prompt")
+    parser.add_argument("--altered", action="store_true", help="change the folders before they are loaded")
     parser.add_argument("--table", action="store_true", help="write the page of what is stored, and load nothing")
     parser.add_argument("--verbose", action="store_true", help="show what the loaders write")
     given = parser.parse_args()
@@ -453,11 +482,15 @@ def main() -> None:
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         cases = given.cases or [*apart(given, all_cases), *VARIANTS]
+        if given.altered:
+            cases = [f"{case}; {what}" for case in cases for what in ALTERATIONS]
         for case, loader, cell in run(given.loaders or has, cases, given):
             sys.stderr.write(f"{case} | {loader}: {cell}\n")
             row = f"{loader} ({Path(given.model).name})" if given.model else loader
             stored = read()  # Another environment may write at the same time.
-            stored["cells"].setdefault(case, {})[row] = cell
+            if given.altered and cell.startswith("refused"):
+                cell = "refused"  # The words are few, and the same for all.
+            stored["altered" if given.altered else "cells"].setdefault(case, {})[row] = cell
             stored["versions"][row] = ", ".join(dict.fromkeys((installed(loader), installed("transformers"))))
             draft = RESULTS.with_suffix(f".{os.getpid()}")
             draft.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")

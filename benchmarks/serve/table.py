@@ -15,7 +15,14 @@ PAGE = HERE.parents[1] / "docs" / "loaders.md"
 
 
 def read() -> dict[str, Any]:
-    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"versions": {}, "cells": {}}
+    empty: dict[str, Any] = {"versions": {}, "cells": {}, "altered": {}}
+    return {**empty, **json.loads(RESULTS.read_text(encoding="utf-8"))} if RESULTS.exists() else empty
+
+
+def counts(rows: Iterable[dict[str, str]], loader: str) -> list[int]:
+    """Return how many cells of a loader are equal, refused and faults."""
+    found = Counter(row[loader].partition(":")[0] for row in rows if loader in row)
+    return [found["equal"], found["refused"], found["fault"]]
 
 
 def text(stored: dict[str, Any], order: Iterable[str]) -> str:
@@ -34,11 +41,11 @@ def text(stored: dict[str, Any], order: Iterable[str]) -> str:
                 cell = f"{word} [{notes.setdefault(why, len(notes) + 1)}]"
             found.append(cell)
         lines.append(f"| {case} | {' | '.join(found)} |")
-    counts = {
-        loader: Counter(row[loader].partition(":")[0] for row in cells.values() if loader in row) for loader in loaders
-    }
-    lines += ["", "| loader | version | equal | refused | faults |", "|---|---|---|---|---|"]
-    lines += [f"| {x} | {versions[x]} | {n['equal']} | {n['refused']} | {n['fault']} |" for x, n in counts.items()]
+    lines += ["", "| loader | version | equal | refused | faults | altered: equal | refused | faults |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    for loader in loaders:
+        numbers = [str(n) for rows in (cells, stored["altered"]) for n in counts(rows.values(), loader)]
+        lines.append(f"| {loader} | {versions[loader]} | {' | '.join(numbers)} |")
     lines += ["", "| | in which words |", "|---|---|", *(f"| {number} | {why} |" for why, number in notes.items())]
     return f"""# Which loader takes which scheme
 
@@ -47,7 +54,8 @@ sentence-transformers, a BERT), its scheme moved from its start, and saved; each
 in a process of its own. *Equal*: the same logits, bit for bit in transformers, PEFT and TRL, up to rounding elsewhere,
 or in servers the same greedy tokens after three prompts. *Refused*: an error, in the words below.
 Nothing else may occur; what is empty was not run yet. *No plugin* is a process in which hf_posenc cannot be imported;
-*export* a stock class with what `hf-posenc export` wrote, which llama.cpp reads, too.
+*export* a stock class with what `hf-posenc export` wrote, which llama.cpp reads, too. *Altered* folders have another
+number in config.json, or a tensor of another name (one of the scheme, if it has any).
 
 {chr(10).join(lines)}
 """
