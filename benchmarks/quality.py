@@ -40,7 +40,9 @@ FORMS: dict[str, list[str]] = {
 # Add-on of the pure form.
 NEAR = "near"
 # Held-out windows by context, and sequences of each of the other measures by length.
-WINDOWS = {128: 64, 512: 64, 2048: 16, 8192: 4, 16_384: 4, 32_768: 2}
+WINDOWS = {128: 64, 512: 64, 2048: 16, 8192: 4}
+# Contexts beyond the trained length, which a model reads on the same tokens as its trained length.
+TRAINED, BEYOND, FAR = 8192, (16_384, 32_768), 4
 SEQUENCES = {128: 32, 512: 32, 2048: 16}
 # Tokens of the windows of a run.
 LENGTH = 1024
@@ -196,18 +198,23 @@ def measured(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16_pays(model.config.hidden_size)):
         for length, windows in WINDOWS.items():
             if length <= arguments.longest:
-                curve = context_curve(model, ids, [length], windows=windows, batch_size=1)
-                found["perplexity"][length] = rounded(curve)
+                (found["perplexity"][length],) = rounded(
+                    context_curve(model, ids, [length], windows=windows, batch_size=1)
+                )
+        far = [TRAINED, *(length for length in BEYOND if length <= arguments.longest)]
+        if len(far) > 1:
+            samples = rounded(context_curve(model, ids, far, windows=FAR, batch_size=1))
+            found["far"] = dict(zip(far, samples, strict=True))
         for length, samples in SEQUENCES.items():
             for name, measure in recalls_for(model.config, symbols, length, samples=samples).items():
                 (share,) = measure(model, Workers(batch_size=4, alone=True))
-                found[name][length] = rounded(share)
+                (found[name][length],) = rounded(share)
     return found
 
 
-def rounded(grid: Any) -> list[float]:
-    """Return the samples of a grid of one length, to a millionth."""
-    return [round(sample, 6) for sample in grid.samples[0].tolist()]
+def rounded(grid: Any) -> list[list[float]]:
+    """Return the samples of a grid by length, to a millionth."""
+    return [[round(sample, 6) for sample in samples] for samples in grid.samples.tolist()]
 
 
 # -- the record --------------------------------------------------------------------------------------------------------
@@ -233,6 +240,19 @@ def interval(entry: Mapping[str, Any], original: Mapping[str, Any], measure: str
     return RATIO.interval(own - rival) if measure == "perplexity" else intervals.of_mean(own)
 
 
+def beyond(entry: Mapping[str, Any], length: str) -> Any:
+    """Return the perplexity beyond the trained length relative to the same row's at it; `None` if unmeasured."""
+    import torch
+
+    from hf_posenc.recipes.evaluation.grid import RATIO
+
+    far = entry["measured"].get("far", {})
+    if length not in far:
+        return None
+    here, there = (torch.tensor(far[each], dtype=torch.float64) for each in (length, str(TRAINED)))
+    return RATIO.interval(here - there)
+
+
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of the table."""
     original = found[ORIGINAL]
@@ -243,11 +263,14 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
         "Perplexity of the last 64 tokens of held-out windows, in % of the original's on the same windows, by context "
         f"length (windows: {', '.join(f'{WINDOWS[int(length)]} at {int(length):,}' for length in lengths)}); "
         "copying of random tokens and recall of values by their keys, in % of the tokens, by length. 95 % intervals. "
-        "*fast*: over the fast rotary pairs; *pure*: without the model's own; *hybrid*: in the cheapest layers."
+        "*fast*: over the fast rotary pairs; *pure*: without the model's own; *hybrid*: in the cheapest layers. "
+        f"*Own*: perplexity of the same tokens in % of the same model's at {TRAINED:,}, {FAR} windows."
     )
     yield ""
     others = [(ability, length) for ability in ABILITIES for length in map(str, SEQUENCES)]
-    columns = [f"{int(length):,}" for length in lengths] + [f"{ability} {int(length):,}" for ability, length in others]
+    further = [length for length in map(str, BEYOND) if beyond(original, length) is not None]
+    columns = [f"{int(length):,}" for length in lengths] + [f"own {int(length):,}" for length in further]
+    columns += [f"{ability} {int(length):,}" for ability, length in others]
     yield row("", *columns, "thousand tokens", "core-minutes", "GiB")
     yield "|---|" + "---:|" * (len(columns) + 3)
     for name, entry in found.items():
@@ -255,6 +278,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
             yield row(name, entry["failed"], *[""] * (len(columns) + 2))
             continue
         cells = [interval(entry, original, "perplexity", length) for length in lengths]
+        cells += [beyond(entry, length) for length in further]
         cells += [interval(entry, original, ability, length) for ability, length in others]
         tokens = sum(entry.get("tokens", {}).values()) / 1000
         costs = (f"{tokens:.0f}", f"{entry['minutes']:g}", f"{entry['peak']:g}") if tokens else ("", "", "")
