@@ -515,7 +515,9 @@ def recommended(config: Any) -> list[Recommendation]:
     found = [
         Recommendation(row["recipe"], row.get("quality"), row.get("far"), measured["model"])
         for row in measured["recipes"]
-        if any(f"{row['recipe']} ".startswith(f"{way} ") for way in ways) and facts.layers >= row.get("layers", 1)
+        # An add-on may follow a scheme.
+        if any(f"{row['recipe']} ".replace("+", " ").startswith(f"{way} ") for way in ways)
+        if facts.layers >= row.get("layers", 1)
     ]
     known = {each.words for each in found}
     return [*found, *(Recommendation(words) for words in ways if words not in known)]
