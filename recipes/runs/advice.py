@@ -19,7 +19,7 @@ from hf_posenc.recipes.runs.files import TEXT, record_of
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.schema.recipe import Recipe, StageName
 
-# Tokens that a stage was measured to be worth (docs/adaptation.md): of a model that begins with a transfer, and of a
+# Tokens that a stage was measured to be worth (docs/which_scheme.md): of a model that begins with a transfer, and of a
 # training alone. More may help, but nobody knows.
 _WORTH: dict[str, dict[StageName, int]] = {
     "with a transfer": {"transfer": 920_000, "training": 700_000},
