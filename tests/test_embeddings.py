@@ -20,6 +20,7 @@ import hf_posenc
 from hf_posenc import cli
 from hf_posenc.errors import CheckpointError, NotPatchedError, OptionError
 from hf_posenc.recipes.training.embeddings import Embedder, EmbeddingResult, distil_embeddings
+from hf_posenc.recipes.training.rates import rates
 
 TRAINED, LONGER = 48, 150
 
@@ -103,6 +104,21 @@ def test_other_poolings(folder: Path, tmp_path: Path, pooling: str, place: int) 
     )
     whole = torch.tensor([[*embedder.before, 5, 6, *embedder.after]])
     torch.testing.assert_close(embedder.read(model, ids)[0], model(whole).last_hidden_state[:, place])
+
+
+def test_a_longer_table_keeps_what_it_begins_with(folder: Path) -> None:
+    embedder, ids = embedder_of(folder), torch.randint(20, 900, (8, 100), generator=torch.Generator().manual_seed(0))
+
+    def agreement(rate: float | None) -> tuple[float, float]:
+        torch.manual_seed(0)
+        model = hf_posenc.patch(AutoModel.from_pretrained(folder), "learned", num_positions=102)
+        own = distil_embeddings(model, ids, embedder, steps=10, learning_rate=rate).rows[0]
+        return own.before, own.after
+
+    # The second rate is the usual one, for a start that is not exact.
+    (before, after), (_, hasty) = agreement(None), agreement(rates(bert(1000), "training").model)
+    assert before == pytest.approx(1)
+    assert 1 - after < 0.6 * (1 - hasty)
 
 
 def test_the_command_writes_a_folder_that_agrees_with_the_original(folder: Path, tmp_path: Path) -> None:

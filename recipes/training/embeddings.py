@@ -41,6 +41,9 @@ _POOLINGS: dict[str, Callable[[Tensor], Tensor]] = {
 _OLD_NAMES = {"mean": "mean_tokens", "cls": "cls_token", "max": "max_tokens"}
 # Tokens of the shortest texts to learn from, and the most windows that judge the result.
 _SHORTEST, _JUDGED = 16, 32
+# Agreement from which on a start counts as exact, and the factor of the model's rate then, which has only to learn what
+# lies beyond.
+_EXACT, _CAREFUL = 0.999, 0.1
 # Texts that are measured at once.
 _AT_ONCE = 8
 _WARMUP = 0.05
@@ -179,7 +182,8 @@ def distil_embeddings(
         embedder: Special tokens, pooling and length of the original.
         steps: Steps of Adam; the rates rise over the first twentieth, and then fall to 0 with a cosine.
         batch_size: Windows per step.
-        learning_rate: Peak learning rate of the model's own weights; `None` follows from the model's size.
+        learning_rate: Peak learning rate of the model's own weights; `None` follows from the model's size, and is a
+            tenth of that where the start is exact up to the original's length.
         scheme_learning_rate: Peak learning rate of the scheme's weights; `None` likewise.
         seed: Random seed of the texts of each step.
         progress: Function called after each step with the tokens of a text in the steps so far, and in all steps.
@@ -206,7 +210,8 @@ def distil_embeddings(
     with evaluating(model), kept(weights) as put_back:
         before = _cosines(model, original, embedder, judged)
         groups = parameter_groups(model, scheme_learning_rate=scheme_learning_rate or own.scheme)
-        optimizer = torch.optim.Adam(groups, lr=learning_rate or own.model)
+        careful = _CAREFUL if next(iter(before.values())) > _EXACT else 1.0
+        optimizer = torch.optim.Adam(groups, lr=learning_rate or careful * own.model)
         schedule = get_cosine_schedule_with_warmup(optimizer, round(_WARMUP * steps), steps)
         shares = torch.rand(steps, generator=draw).tolist()
         lengths = [round(_SHORTEST * (ids.shape[1] / _SHORTEST) ** share) for share in shares]
