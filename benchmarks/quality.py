@@ -312,14 +312,22 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
             (interval(entry, original, "perplexity", "512").mean, interval(entry, original, "copy", "512").mean)
             for entry in named.values()
         ]
-        axes.scatter([100 * x - 100 for x, _ in points], [100 * y for _, y in points], marker=marker, label=form)
+        if points:
+            axes.scatter([100 * x - 100 for x, _ in points], [100 * y for _, y in points], marker=marker, label=form)
         for name, (x, y) in zip(named, points, strict=True):
             axes.annotate(
-                name.partition(",")[0], (100 * x - 100, 100 * y), fontsize=7, xytext=(3, 3), textcoords="offset points"
+                name.replace(f", {form}", ""),
+                (100 * x - 100, 100 * y),
+                fontsize=7,
+                xytext=(3, 3),
+                textcoords="offset points",
             )
     axes.axhline(100 * interval(original, original, "copy", "512").mean, linestyle="--", label=ORIGINAL)
-    axes.set(xscale="symlog", xlabel="perplexity above the original's at 512 tokens (%)", ylabel="copied tokens (%)")
-    axes.legend()
+    if axes.get_xlim()[1] > 20:
+        axes.set_xscale("symlog", linthresh=10)
+    axes.set(xlabel="perplexity above the original's at 512 tokens (%)", ylabel="copied tokens (%)")
+    axes.margins(x=0.2, y=0.1)
+    figure.legend(loc="outside upper right", ncols=len(FORMS) + 1)
     figure.savefig(path, dpi=150)
 
 
