@@ -48,6 +48,21 @@ def hooked(
 
 
 @contextlib.contextmanager
+def replaced(module: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of a module in this context, for instance its forward.
+
+    Afterwards the module has the attribute of its class again, or its own, such as the forward of an offloaded module.
+    """
+    own = {name: vars(module)[name]} if name in vars(module) else {}
+    vars(module)[name] = value
+    try:
+        yield
+    finally:
+        del vars(module)[name]
+        vars(module).update(own)
+
+
+@contextlib.contextmanager
 def eager(model: Any) -> Iterator[None]:
     """Switch a model to eager attention for a while: fused kernels do not return weights."""
     before = model.config._attn_implementation

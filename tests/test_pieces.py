@@ -30,6 +30,12 @@ def converted(name: str) -> Any:
     return moved(hf_posenc.patch(stock(name), "kerple", native="keep" if name == "gpt2" else "remove"))
 
 
+def in_pieces(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    """Let a piece be five tokens, and nothing be computed at once."""
+    monkeypatch.setattr(pieces, "AT_ONCE", 5 * model.config.vocab_size)
+    monkeypatch.setattr(Distilling, "_at_once", None)
+
+
 def batch(name: str, length: int = 21) -> dict[str, Any]:
     ids = tokens(name, 2, length)
     mask = torch.ones_like(ids)
@@ -67,7 +73,7 @@ def test_a_loss_in_pieces_is_the_loss(
     model, given = converted(name), batch(name)
     options = {"teacher": Teacher.copy_of(model) if teaching else None, **teaching}
     whole = trained(model, tmp_path, given, **options)
-    monkeypatch.setattr(pieces, "AT_ONCE", 5 * model.config.vocab_size)
+    in_pieces(monkeypatch, model)
     torch.testing.assert_close(trained(model, tmp_path, given, **options), whole)
 
 
@@ -89,9 +95,9 @@ def test_a_teacher_under_an_adapter(target: str, tmp_path: Path, monkeypatch: py
     config = hf_posenc.PosencLoraConfig(target_modules=[target])
     model = moved(get_peft_model(converted("llama"), config), only="lora")
     whole = trained(model, tmp_path, batch("llama"), teacher=Teacher.within(model), share=0.5)
-    monkeypatch.setattr(pieces, "AT_ONCE", 5 * model.config.vocab_size)
-    in_pieces = trained(model, tmp_path, batch("llama"), teacher=Teacher.within(model), share=0.5)
-    torch.testing.assert_close(in_pieces, whole)
+    in_pieces(monkeypatch, model)
+    found = trained(model, tmp_path, batch("llama"), teacher=Teacher.within(model), share=0.5)
+    torch.testing.assert_close(found, whole)
 
 
 def test_a_run_in_pieces_is_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +112,7 @@ def test_a_run_in_pieces_is_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return [(entry.get("loss"), entry.get("text_loss")) for entry in trainer.state.log_history[:3]]
 
     whole = run("whole")
-    monkeypatch.setattr(pieces, "AT_ONCE", 5 * stock("llama").config.vocab_size)
+    in_pieces(monkeypatch, stock("llama"))
     for one, other in zip(run("pieces"), whole, strict=True):
         assert one == pytest.approx(other, rel=1e-4)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from hf_posenc.patches.inspection import replaced
 from hf_posenc.patches.patch import evaluating
 
 # Numbers of logits that there are at once: 0.5 GB of them in float32.
@@ -28,8 +30,8 @@ _IGNORED = -100
 class Readout:
     """A causal language model whose loss reads what its head writes, and nothing else.
 
-    So the logits of a window need not be there at once. Those of 32,768 tokens and a vocabulary of 49,152 take 6 GB in
-    float32, several times over in a training step.
+    Such a loss can be computed piece by piece. All logits of 32,768 tokens, for a vocabulary of 49,152, would take 6 GB
+    in float32, and a training step would hold them several times.
 
     Attributes:
         model: The model.
@@ -41,9 +43,9 @@ class Readout:
 
     @classmethod
     def of(cls, model: nn.Module) -> Readout | None:
-        """Return the readout of a model, which may be wrapped; `None` if there is none, as two tokens show.
+        """Return the readout of a model, which may be wrapped; `None` if it has none.
 
-        Some models scale or bound their logits, and others are no causal language models.
+        A forward of two tokens decides, since some models scale or bound their logits behind the head.
         """
         inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
         head = None if inner is None else inner.get_output_embeddings()
@@ -68,37 +70,24 @@ class Readout:
     @contextlib.contextmanager
     def withheld(self) -> Iterator[list[Tensor]]:
         """Let the head hand on the states `[B, S, E]` that it reads, so that they are the logits; yield their list."""
-        own, read = vars(self.head).get("forward"), list[Tensor]()
+        read: list[Tensor] = []
 
         def forward(states: Tensor) -> Tensor:
             read.append(states)
             return states
 
-        self.head.forward = forward
-        try:
+        with replaced(self.head, "forward", forward):
             yield read
-        finally:
-            del self.head.forward
-            if own is not None:
-                self.head.forward = own
 
-    @contextlib.contextmanager
-    def losing(self, loss: Callable[..., Tensor]) -> Iterator[None]:
-        """Give the model another loss function."""
-        own = vars(self.model).get("_loss_function")
-        self.model.loss_function = loss
-        try:
-            yield
-        finally:
-            del self.model._loss_function
-            if own is not None:
-                self.model.loss_function = own
+    def losing(self, loss: Callable[..., Tensor]) -> AbstractContextManager[None]:
+        """Replace the loss function of the model in a context."""
+        return replaced(self.model, "_loss_function", loss)
 
 
 class PiecewiseLoss:
     """Loss function of a model whose head is withheld: on the text, and on the predictions of a teacher.
 
-    The logits of a piece are there twice, in the forward and again in the backward pass.
+    The backward pass computes the logits of a piece again, so that no more than those of one piece are in memory.
 
     Args:
         readout: Model and head.
@@ -128,7 +117,7 @@ class PiecewiseLoss:
             states: Last states of the teacher, `[B, S, E]`.
             predict: Function from these states to the teacher's logits.
             keep: Mask of the tokens that count, `[B, S]`; `None` counts all.
-            share: Share of the loss on the text that goes.
+            share: Share by which the loss on the text is reduced.
             weight: Weight of the divergence.
         """
         every = torch.ones(states.shape[:2], device=states.device)

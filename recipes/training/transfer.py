@@ -19,7 +19,7 @@ from hf_posenc.errors import OptionError
 from hf_posenc.patches import surgery
 from hf_posenc.patches.architecture import Architecture, of_model
 from hf_posenc.patches.atomic_files import reading
-from hf_posenc.patches.inspection import hooked
+from hf_posenc.patches.inspection import hooked, replaced
 from hf_posenc.patches.patch import disabled, evaluating, unpatch
 from hf_posenc.recipes.loading import trained_length
 from hf_posenc.recipes.training.callbacks import parameter_groups, patched_inside
@@ -226,11 +226,8 @@ class AttentionTransfer(nn.Module):
                         continue  # A scheme that is carried through the layers reads them.
                     twin: Any = self._architecture.twins[type(layer)]
                     module = twin.posenc_feed_forward(layer)
-                    # Some modules have a forward of their own, such as those that are offloaded.
-                    own = {name: value for name, value in vars(module).items() if name == "forward"}
-                    module.forward = lambda hidden, *args, **kwargs: torch.zeros_like(hidden)
-                    stack.callback(vars(module).update, own)
-                    stack.callback(vars(module).pop, "forward")
+                    zeros = replaced(module, "forward", lambda hidden, *args, **kwargs: torch.zeros_like(hidden))
+                    stack.enter_context(zeros)
             yield
 
 
