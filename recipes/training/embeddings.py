@@ -41,8 +41,8 @@ _POOLINGS: dict[str, Callable[[Tensor], Tensor]] = {
 _OLD_NAMES = {"mean": "mean_tokens", "cls": "cls_token", "max": "max_tokens"}
 # Tokens of the shortest texts to learn from, and the most windows that judge the result.
 _SHORTEST, _JUDGED = 16, 32
-# Agreement from which on a start counts as exact, and the factor of the model's rate then, which has only to learn what
-# lies beyond.
+# Agreement from which on a start counts as exact. The rate of the model has this factor then, since only the texts that
+# the original cannot read are new to it.
 _EXACT, _CAREFUL = 0.999, 0.1
 # Texts that are measured at once.
 _AT_ONCE = 8
