@@ -55,6 +55,7 @@ def trained(model: Any, folder: Path, given: dict[str, Any], **options: Any) -> 
     return loss.detach(), texts, slopes
 
 
+@pytest.mark.seams
 @pytest.mark.parametrize("name", CAUSAL)
 def test_what_reads_the_head_alone_is_known(name: str) -> None:
     assert (Readout.of(stock(name)) is None) == (name in BOUNDED)
