@@ -101,11 +101,18 @@ class DistanceTable(Bias):
         reach: Distance from which the number no longer changes, on either side; `None` if it goes on changing.
         slope: Returns the number at distance 1, `[H]` on a device and in a dtype, if it is proportional to the distance
             in causal layers; else `None`.
+        products: Returns the products of two floats that it is the sum of, otherwise as in `KeyBias`, for servers; a
+            constant per query may be left out. `None` if they are too many.
     """
 
     at: Callable[[Tensor, torch.dtype], Tensor]
     reach: int | None = None
     slope: Callable[[torch.device, torch.dtype], Tensor] | None = None
+    products: Products | None = None
+
+    def scaled(self, factor: float) -> "Bias":
+        # Servers take whole schemes only.
+        return Bias.scaled(replace(self, products=None), factor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,10 +231,13 @@ class Folded:
             and one block for the whole call. The output has as many channels as that of `mix`. Only the products that
             the causal rule leaves visible need be right; others must be finite.
         span: Largest difference between the positions of queries.
+        alone: Returns the same, but each query and each key depends on its own token only, at a position up to `span`;
+            `None` if that cannot be.
     """
 
     of: Callable[[Tensor, Tensor, Tensor, Block], tuple[Tensor, Tensor, Tensor]]
     span: float = math.inf
+    alone: Callable[[Tensor, Tensor, Tensor, Block], tuple[Tensor, Tensor, Tensor]] | None = None
 
 
 @dataclass(frozen=True, eq=False)

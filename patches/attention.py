@@ -132,8 +132,11 @@ class PosencAttention(Mixin):
         )
         if layer.outside is not None:
             there = scheme.project(tokens, *operands)
+            assert context.outside is not None
             turned = (there.q, there.k) if layer.rotate is None or not kept else layer.rotate(there.q, there.k)
-            return scheme.finish(layer.outside(*turned, there.v), layer.hidden), None
+            keep = None if layer.index is None else context.outside.get(layer.index)
+            given = (*turned, there.v) if keep is None else keep(scheme, *turned, there.v, inputs.places)
+            return scheme.finish(layer.outside(*given)[..., : there.v.shape[-1]], layer.hidden), None
         call = Call.of(
             scheme,
             tokens,

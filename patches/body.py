@@ -23,6 +23,7 @@ from hf_posenc.patches.attention import CONTEXT, PosencAttention, arguments_of, 
 from hf_posenc.patches.context import (
     Context,
     Inputs,
+    Kept,
     Native,
     Request,
     Switch,
@@ -68,8 +69,8 @@ class PosencBody(Switch):
     posenc_causal: ClassVar[bool] = False
     # Whether schemes reach the embeddings by a hook, even where the forward takes embeddings.
     posenc_hooks: ClassVar[bool] = False
-    # Whether a server was admitted that attends by itself, see `serving`.
-    posenc_outside: bool = False
+    # What a server that was admitted, and attends by itself, keeps of each layer, see `Context`; `None` is no server.
+    posenc_outside: Mapping[int, Kept] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -86,7 +87,7 @@ class PosencBody(Switch):
             token_cache.check_disabled(token_cache.cache_of(call))
             call = {name: value for name, value in call.items() if name not in (REAL, COORDS)}
             return super().forward(**call, **{CONTEXT: Context(None, Native())})  # type: ignore[misc]
-        if self.posenc_outside or isinstance(token_cache.cache_of(call), PagedAttentionCache):
+        if self.posenc_outside is not None or isinstance(token_cache.cache_of(call), PagedAttentionCache):
             return self.run(self.prepare_outside(call))
         check_backend(self.config._attn_implementation)
         check_tensors(call)
@@ -107,7 +108,7 @@ class PosencBody(Switch):
             )
         tokens: Any = ids if embeds is None else embeds
         request = Request(tokens.shape[0], tokens.shape[1], tokens.device, given=given)
-        context = replace(self.context(call, self.inputs_of(call, request, None)), outside=True)
+        context = replace(self.context(call, self.inputs_of(call, request, None)), outside=self.posenc_outside or {})
         return self.hand_down(self.embed(call, context), context)
 
     def check_keywords(self, call: Mapping[str, Any]) -> None:

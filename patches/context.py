@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -123,6 +123,10 @@ class Native:
     shares: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
+# Given a scheme, and queries, keys and values with their positions: the ones that a server keeps and attends with.
+Kept: TypeAlias = Callable[[Scheme, Tensor, Tensor, Tensor, Positions], tuple[Tensor, Tensor, Tensor]]
+
+
 @dataclass(frozen=True, eq=False)
 class Context:
     """What a body hands to its layers.
@@ -135,7 +139,8 @@ class Context:
         dense: Whether the dense reference runs, which gives weights.
         carried: State that the layers of each group hand on, by group; filled between layers, never inside one.
         passage: The state inside of a layer that carries some.
-        outside: Whether a server attends, which has the earlier keys.
+        outside: By layer, if a server attends, which has the earlier keys: its queries, keys and values, where they
+            are not those of the scheme. `None` if no server attends.
     """
 
     inputs: Inputs | None
@@ -145,7 +150,7 @@ class Context:
     dense: bool = False
     carried: dict[int, Tensor | None] = field(default_factory=dict)
     passage: Passage | None = None
-    outside: bool = False
+    outside: Mapping[int, Kept] | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Context:
         """Move what belongs to the tokens, as accelerate does with all inputs of a layer on another device."""

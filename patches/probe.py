@@ -139,7 +139,7 @@ class FamilyAttention(PosencAttention):
             is_causal: bool | None = None,
             **keywords: Any,
         ) -> tuple[Tensor, Tensor | None]:
-            is_own = is_causal is not None and not context.outside
+            is_own = is_causal is not None and context.outside is None
             if is_own and query.shape[2] > 1 and bool(is_causal) != causal:
                 refuse(self.posenc_stock, f"says to the attention function is_causal={is_causal} and is not")
 
@@ -158,8 +158,8 @@ class FamilyAttention(PosencAttention):
                 causal=causal,
                 scale=scaling,
                 dropout=dropout,
-                outside=outside if context.outside else None,
-                cache=None if context.outside else cache,
+                outside=None if context.outside is None else outside,
+                cache=cache if context.outside is None else None,
                 index=getattr(self, "layer_idx", None),  # models without a cache do not number their layers
                 upcast=getattr(self, "reorder_and_upcast_attn", False) and context.dense,
                 rotate=rotate,

@@ -19,11 +19,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_posenc
 from hf_posenc.errors import AttentionBackendError, PositionError
 from hf_posenc.patches import serving
-from hf_posenc.patches.serving.outside import layers_for, terms_of
+from hf_posenc.patches.serving.outside import layers_for, terms_of, wider
 from hf_posenc.patches.surgery import SHARED
 
 SERVER = "A server"
-BOTH = frozenset({"slopes", "sinks"})
+ALL = frozenset({"slopes", "sinks", "width"})
 
 
 def admitted(model: Any, takes: frozenset[str] = frozenset()) -> bool:
@@ -41,6 +41,9 @@ SERVED = [
     if not any(getattr(info.cls, seam) is not getattr(hf_posenc.Scheme, seam) for seam in ("score", "weigh", "mix"))
     and name not in ("kv_shift", "path", "selective_rope", "tape")
 ]
+
+# Products of queries and keys, each of its own token.
+WIDE = ["first_key", "pope", "sandwich", "xpos"]
 
 
 def converted(architecture: str, scheme: str, **options: Any) -> Any:
@@ -105,26 +108,32 @@ def test_continuous_batching_on_other_architectures(
         ("attention_sinks", {}),
         ("nope+attention_sinks", {}),
         ("rope2d", {}),
+        ("pope", {}),
+        ("xpos", {}),
+        ("sandwich", {"gate": True, "native": "keep"}),
+        ("first_key", {"native": "keep"}),
+        ("sandwich+first_key", {}),
+        ("alibi+first_key", {"native": "fast"}),
     ],
 )
-def test_a_server_that_adds_slopes_and_sinks_computes_the_same(scheme: str, options: dict[str, Any]) -> None:
+def test_a_server_with_slopes_sinks_and_wide_heads_computes_the_same(scheme: str, options: dict[str, Any]) -> None:
     """A stand-in for vLLM: one row of two requests, whose attention function gets what `terms_of` says."""
     model = converted("llama", scheme, **options)
     ids = tokens("llama", 2, 17)
     with torch.no_grad():
         wanted = model(ids).logits
-    served = layers_for(model, SERVER, BOTH).values()
-    terms = {id(attention): terms_of(_scheme(model, attention)) for attention in served}
-    assert all((found.slopes is None) == ("alibi" not in scheme) for found in terms.values())
-    assert all((found.sinks is None) == ("sinks" not in scheme) for found in terms.values())
+    terms = [terms_of(_scheme(model, attention)) for attention in layers_for(model, SERVER, ALL).values()]
+    assert all((found.slopes is None) == ("alibi" not in scheme) for found in terms)
+    assert all((found.sinks is None) == ("sinks" not in scheme) for found in terms)
 
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, *, scaling: float, **_: Any) -> Any:
         assert mask is None
-        found, rows = terms[id(module)], []
+        found, rows = terms[module.layer_idx], []
         for request in (slice(0, 17), slice(17, 34)):
             query, key, value = q[:, :, request], k[:, :, request], v[:, :, request]
             key, value = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (key, value))
             logits, places = query @ key.transpose(-1, -2) * scaling, torch.arange(17)
+            assert query.shape[-1] == (found.width or 24)
             if found.slopes is not None:
                 logits = logits - found.slopes.float()[:, None, None] * (places[:, None] - places)
             logits = logits.masked_fill(places[:, None] < places, float("-inf"))
@@ -139,7 +148,7 @@ def test_a_server_that_adds_slopes_and_sinks_computes_the_same(scheme: str, opti
         places = torch.arange(17).repeat(2)[None]
         with pytest.raises(AttentionBackendError, match="would ignore"):
             model(ids.view(1, -1), position_ids=places)
-        model.model.posenc_outside = True
+        model.model.posenc_outside = {layer: wider for layer, each in enumerate(terms) if each.width is not None}
         with torch.no_grad():
             found = model(ids.view(1, -1), position_ids=places, use_cache=False).logits
             with pytest.raises(PositionError, match="without position_ids"):
@@ -161,20 +170,20 @@ def test_what_a_server_takes() -> None:
         if name not in SERVED:
             with pytest.raises(AttentionBackendError, match=rf"batching .*: {name} \(layer 0\) .*generate"):
                 model.generate_batch([[1, 2]])
-        takes = admitted(model, frozenset({"slopes"})), admitted(model, frozenset({"sinks"}))
-        assert takes == (name in SERVED or name == "alibi", name in SERVED or name == "attention_sinks"), name
+        for takes, more in (("slopes", ["alibi"]), ("sinks", ["attention_sinks"]), ("width", WIDE)):
+            assert admitted(model, frozenset({takes})) == (name in SERVED or name in more), (name, takes)
     # Before weights are loaded, a gate at its start must not hide what the bias is.
     for name in ("alibi", "kerple"):
         with torch.device("meta"):
             model = hf_posenc.patch(LlamaForCausalLM(stock("llama").config), name, gate=True, native="keep")
         assert model.get_submodule("model.hf_posenc_shared.0").gate_weight.is_meta
-        assert admitted(model, BOTH) == (name == "alibi")
+        assert admitted(model, ALL) == (name == "alibi")
 
 
 def test_other_models_are_refused() -> None:
     def words(model: Any) -> str:
         with pytest.raises(AttentionBackendError) as caught:
-            layers_for(model, SERVER, BOTH)
+            layers_for(model, SERVER, ALL)
         assert "\n" not in str(caught.value)
         return str(caught.value)
 

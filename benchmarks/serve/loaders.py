@@ -59,6 +59,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "rope+attention_sinks": ("rope+attention_sinks", {}),
     "log_temperature, native kept": ("log_temperature", {"native": "keep"}),
     "gated_output, native kept": ("gated_output", {"native": "keep"}),
+    "alibi+first_key, fast pairs kept": ("alibi+first_key", {"native": "fast"}),
 }
 
 

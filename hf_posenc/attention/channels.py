@@ -168,6 +168,10 @@ def widened(call: Call, found: Sequence[Product]) -> Call:
 def _parts(product: Product, call: Call, grain: torch.dtype) -> Iterator[tuple[int, Tensor | None, Tensor | None]]:
     """Return the products of all parts of two factors, with the rank of the part that is not a position."""
     x, y = product
+    if x is not None and y is not None and x.is_floating_point() and y.is_floating_point():
+        # As exact as the products of queries and keys.
+        yield 0, (x / call.scale).to(call.q.dtype), y.to(call.q.dtype)
+        return
     number = x if x is not None and x.is_floating_point() else y
     assert number is not None
     place = y if number is x else x

@@ -72,7 +72,7 @@ class PoPE(Scheme):
             return logits + self.gated(products - self.geometry.scale * grouped_matmul(q, k.mT), 2)
 
     def folded(self) -> Folded | None:
-        return None if self.gate else Folded(self._operands)
+        return None if self.gate else Folded(self._operands, alone=self._operands)
 
     def _operands(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
         with torch.autocast(q.device.type, enabled=False):

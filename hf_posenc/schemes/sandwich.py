@@ -1,10 +1,12 @@
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from hf_posenc.facts import Adaptation
-from hf_posenc.operands import Geometry
+from hf_posenc.forms import Bias, DistanceTable
+from hf_posenc.operands import Block, Geometry
 from hf_posenc.registry import register_scheme
 from hf_posenc.schemes.families.additive import DistanceBias
 
@@ -45,9 +47,24 @@ class Sandwich(DistanceBias):
         self.dim, self.base, self.freq_start = dim, base, freq_start
 
     def values(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
-        heads, half = self.geometry.heads, self.dim // 2
-        step = torch.arange(half, dtype=torch.float64, device=distance.device) + self.freq_start
-        angles = distance.double()[:, None] * self.base ** (-2 * step / self.dim)
-        product = angles.cos().sum(-1) - half  # [N]
-        ratio = heads / (8 * torch.arange(1, heads + 1, dtype=torch.float64, device=distance.device))
-        return (ratio[:, None] * product).to(dtype)
+        product = self._angles(distance).cos().sum(-1) - self.dim // 2  # [N]
+        return (self._ratio(distance.device)[:, None] * product).to(dtype)
+
+    def added(self) -> Bias | None:
+        added = super().added()
+        return replace(added, products=self._products) if isinstance(added, DistanceTable) else added
+
+    def _products(self, block: Block) -> list[tuple[Tensor, Tensor]]:
+        """Return a product for each channel of the two encodings."""
+        query, key = (self._angles(places)[:, None] for places in (block.positions.query, block.positions.key))
+        ratio = self.gated(self._ratio(query.device))[:, None, None]
+        query, key = (torch.cat((angles.cos(), angles.sin()), dim=-1) for angles in (query, key))
+        return list(zip((ratio * query).unbind(-1), key.unbind(-1), strict=True))
+
+    def _angles(self, places: Tensor) -> Tensor:
+        step = torch.arange(self.dim // 2, dtype=torch.float64, device=places.device) + self.freq_start
+        return places.double()[..., None] * self.base ** (-2 * step / self.dim)
+
+    def _ratio(self, device: torch.device) -> Tensor:
+        heads = self.geometry.heads
+        return heads / (8 * torch.arange(1, heads + 1, dtype=torch.float64, device=device))

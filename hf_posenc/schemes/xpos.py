@@ -112,7 +112,7 @@ class XPos(Annealed, RotaryScheme):
         return exponents.repeat(2) if self.layout == "half" else exponents.repeat_interleave(2)
 
     def folded(self) -> Folded | None:
-        return None if self.block_length is not None else Folded(self._operands, self._span)
+        return None if self.block_length is not None else Folded(self._operands, self._span, self._alone)
 
     @property
     def _span(self) -> int:
@@ -121,17 +121,23 @@ class XPos(Annealed, RotaryScheme):
 
     def _operands(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys times factors relative to the last query, and values, in a dtype that holds them."""
+        return self._relative(block.positions.query.amax(dim=1, keepdim=True), q, k, v, block)
+
+    def _alone(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the same relative to the last position at which factors are in range."""
+        return self._relative(torch.full_like(block.positions.query[:, :1], self._span), q, k, v, block)
+
+    def _relative(self, last: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
         # The factors overflow float16.
         dtype = torch.float32 if q.dtype == torch.float16 else q.dtype
-        query, key = (place.to(q.device) for place in (block.positions.query, block.positions.key))
+        query, key, last = (place.to(q.device) for place in (block.positions.query, block.positions.key, last))
         with torch.autocast(q.device.type, enabled=False):
             exponents = self._exponents(q.new_empty(0, dtype=torch.promote_types(dtype, torch.float32)))
-            return *self._about_the_last(q.to(dtype), k.to(dtype), query, key, exponents), v.to(dtype)
+            return *self._about(last, q.to(dtype), k.to(dtype), query, key, exponents), v.to(dtype)
 
-    def _about_the_last(
-        self, q: Tensor, k: Tensor, query: Tensor, key: Tensor, exponents: Tensor
+    def _about(
+        self, last: Tensor, q: Tensor, k: Tensor, query: Tensor, key: Tensor, exponents: Tensor
     ) -> tuple[Tensor, Tensor]:
-        last = query.amax(dim=1, keepdim=True)
         # Keys ahead of the last query are masked for all queries: their factor must only be finite.
         return self._scaled(q, query - last, exponents), self._scaled(k, (last - key).clamp_min(0), exponents)
 
@@ -150,7 +156,7 @@ class XPos(Annealed, RotaryScheme):
                 for part, places in zip(q.chunk(2, dim=2), query.chunk(2, dim=1), strict=True)
             ]
             return torch.cat(halves, dim=2)
-        q, k = self._about_the_last(q, k, query, key, exponents)
+        q, k = self._about(last, q, k, query, key, exponents)
         return grouped_matmul(q, k.transpose(-1, -2))
 
     def _scaled(self, x: Tensor, distance: Tensor, exponents: Tensor) -> Tensor:

@@ -1,14 +1,16 @@
 """vLLM: converted checkpoints through its Transformers backend, `vllm serve DIR` and `LLM(DIR)`.
 
 The entry point `vllm.general_plugins` of this package names `register`, which each process of vLLM calls. A converted
-model then runs as in transformers, and each patched layer calls vLLM's attention, with slopes and sinks where its
-scheme has them. vLLM builds its model without `from_pretrained`, so files are checked here as they are there.
+model then runs as in transformers, and each patched layer calls vLLM's attention: with slopes and sinks where its
+scheme has them, or on wider queries and keys. vLLM builds its model without `from_pretrained`, so files are checked
+here as they are there.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from transformers.utils import cached_file
 from vllm.model_executor.layers.attention import Attention
@@ -23,11 +26,16 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.transformers.fusers import AttentionFuser
 
 from hf_posenc.errors import AttentionBackendError
+from hf_posenc.operands import Positions
 from hf_posenc.patches import checkpoint, surgery
 from hf_posenc.patches.architecture import of_model
-from hf_posenc.patches.serving.outside import Terms, layers_for, terms_of
+from hf_posenc.patches.context import Kept
+from hf_posenc.patches.serving.outside import Terms, layers_for, terms_of, wider
+from hf_posenc.scheme import Scheme
 
-_TAKES = frozenset({"slopes", "sinks"})
+_TAKES = frozenset({"slopes", "sinks", "width"})
+# Its kernels take heads whose width is a multiple of this, up to the widest.
+_STEP, _WIDEST = 32, 256
 # What vLLM calls the attention that it puts into a module.
 _OWN = ".attn"
 
@@ -84,8 +92,16 @@ class PosencTransformersForCausalLM(TransformersForCausalLM):
         """Replace the model's layers by vLLM's, but not those of schemes, which compute in float32."""
         attentions, architecture = layers_for(self.model, "vLLM", _TAKES), of_model(self.model)
         body: Any = architecture.stacks(self.model)["decoder"]
-        body.posenc_outside = True
         self._scheme_of = functools.partial(surgery.scheme_of, body)
+        dtype = self.model_config.dtype
+        terms = {layer: terms_of(self._scheme_of(attention), dtype) for layer, attention in attentions.items()}
+        self._width = self._width_for(terms)
+        body.posenc_outside = {}
+        if self._width is not None:
+            body.posenc_outside = {
+                layer: functools.partial(_kept, _as_they_are if each.width is None else wider, self._width)
+                for layer, each in terms.items()
+            }
         scales = {layer: architecture.geometry(body, layer).scale for layer in attentions}
         schemes = [
             (module, name, module._modules.pop(name))
@@ -101,6 +117,26 @@ class PosencTransformersForCausalLM(TransformersForCausalLM):
             name, fuser = names[attention], _Patched(type(attention).__name__, known_scale=scales[layer])
             self._attentions[name], self.attention_fusers[layer] = attention, (name, fuser)
 
+    def _width_for(self, terms: Mapping[int, Terms]) -> int | None:
+        """Return the width of all heads, which have one cache; `None` leaves them as they are."""
+        settings, text = self.model_config, self.text_config
+        wide = [each for each in terms.values() if each.width is not None]
+        if not wide:
+            return None
+        widths, span = [each.width or 0 for each in wide], min(each.span for each in wide)
+        width: int = -(-max(settings.get_head_size(), *widths) // _STEP) * _STEP
+        if len(terms) < text.num_hidden_layers:
+            _refuse("got a scheme that needs wider heads in some layers; expected it in all, since they have one cache")
+        if width > _WIDEST:
+            _refuse(f"got a scheme that needs {max(widths)} channels a head; expected at most {_WIDEST}")
+        if getattr(text, "attn_logit_softcapping", None):
+            _refuse("got a scheme in further channels of queries, in a model that bounds its logits; use transformers")
+        if settings.max_model_len > span:
+            _refuse(f"got max_model_len={settings.max_model_len}; expected at most {span} for this scheme")
+        if span < math.inf and settings.dtype == torch.float16:
+            _refuse("got float16, which is too small for the factors of this scheme; use dtype='bfloat16'")
+        return width
+
     def _get_attn_cls(self) -> Any:
         """Return what makes the attention of a layer: vLLM's own class, with places for slopes and sinks."""
         kind = super()._get_attn_cls()
@@ -110,6 +146,8 @@ class PosencTransformersForCausalLM(TransformersForCausalLM):
         def make(*, num_heads: int, prefix: str, **settings: Any) -> Any:
             attention = self._attentions.get(prefix.removesuffix(_OWN))
             terms = Terms() if attention is None else terms_of(self._scheme_of(attention))
+            if self._width is not None:
+                settings["head_size"] = self._width
             if terms.slopes is not None:
                 settings["alibi_slopes"] = [0.0] * num_heads
             if terms.sinks is not None:
@@ -128,6 +166,15 @@ class PosencTransformersForCausalLM(TransformersForCausalLM):
                 if value is not None:
                     setattr(inside.impl, name, value.detach().float().clone())
         return loaded
+
+
+def _kept(make: Kept, width: int, *given: Any) -> tuple[Tensor, ...]:
+    """Return what vLLM keeps, with zeros up to the width of all heads."""
+    return tuple(F.pad(x, (0, width - x.shape[-1])) for x in make(*given))
+
+
+def _as_they_are(scheme: Scheme, q: Tensor, k: Tensor, v: Tensor, places: Positions) -> tuple[Tensor, Tensor, Tensor]:
+    return q, k, v
 
 
 def _refuse(why: str) -> None:
