@@ -1,12 +1,13 @@
 """Train the tiny checkpoints that the demo and the tests run on.
 
 Nothing is downloaded: the text is Python's own documentation (`hf_posenc.recipes.data.text`), the tokenizer is
-trained on it too, and a CPU with two cores needs some minutes per model.
+trained on it too, and a CPU with two cores needs some minutes per model. Sizes are those of the checkpoint that is
+there, and the tokenizer is of the kind of Llama's.
 
     python benchmarks/pretrain_tiny.py llama    # writes hf_posenc/tiny_llama/
     python benchmarks/pretrain_tiny.py gpt2     # writes tests/checkpoints/gpt2/
     python benchmarks/pretrain_tiny.py t5       # writes tests/checkpoints/t5/
-    python benchmarks/pretrain_tiny.py all
+    python benchmarks/pretrain_tiny.py llama gpt2 t5
 
 Llama and GPT-2 see at most 128 positions while training and T5 at most 64, so they show what happens beyond them.
 """
@@ -18,42 +19,23 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_posenc.recipes.data.text import builtin_documents, builtin_text
 
 ROOT = Path(__file__).resolve().parents[1]
-SEED = 0
-CONTEXT = 128
-BATCH = 32
-VOCAB = 1024
-EOS, PAD = "<|endoftext|>", "<pad>"
-
+SEED, BATCH, VOCABULARY = 0, 32, 1024
 # Denoising for T5: the encoder reads a window in which some tokens are replaced by the first sentinel, and the decoder
 # writes the whole window. To copy the next token, the decoder must find its place in the source, and only the
 # encoder's positions say which token follows which there. With spans cut out and only these to be written, as T5 was
 # first trained, a model of this size leaves its encoder's positions unused.
-SENTINELS = 16
-T5_WINDOW, T5_SHORTEST = 64, 16
 CORRUPTED = 0.15
-
 # Copying is learnt sooner from short windows, so training starts with this share of its steps on windows of at most
 # half the length, twice as many at a time.
 SHORT_STEPS = 0.4
@@ -61,293 +43,169 @@ SHORT_STEPS = 0.4
 # learning rate of the other parameters.
 BIAS_RATE = 10.0
 
-Batch = dict[str, torch.Tensor]
-
-
-def train_tokenizer(sentinels: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer on the training documents.
-
-    Args:
-        sentinels: Number of `<extra_id_N>` tokens to add after the vocabulary, to mark missing text.
-
-    Returns:
-        The tokenizer, ready for `save_pretrained`.
-    """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
-        special_tokens=[EOS, PAD],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(builtin_documents("train"), trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=EOS,
-        eos_token=EOS,
-        pad_token=PAD,
-        additional_special_tokens=[f"<extra_id_{number}>" for number in range(sentinels)],
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def token_stream(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> torch.Tensor:
-    """Tokenize documents into one long row of token ids, with the end-of-text token after each document.
-
-    Args:
-        tokenizer: The tokenizer.
-        documents: The texts.
-
-    Returns:
-        A one-dimensional tensor of token ids.
-    """
-    ids: list[int] = []
-    for document in documents:
-        ids += tokenizer(document, add_special_tokens=False)["input_ids"]
-        ids.append(tokenizer.eos_token_id)
-    return torch.tensor(ids)
-
-
-def windows(stream: torch.Tensor, starts: torch.Tensor, length: int) -> torch.Tensor:
-    """Cut windows of `length` tokens out of a stream, one row per start."""
-    return stream[starts[:, None] + torch.arange(length)]
-
-
-def causal_batch(window: torch.Tensor, tokenizer: PreTrainedTokenizerFast, rng: torch.Generator) -> Batch:
-    """Next-token prediction: the model shifts the labels itself."""
-    return {"input_ids": window, "labels": window}
-
-
-def denoising_batch(window: torch.Tensor, tokenizer: PreTrainedTokenizerFast, rng: torch.Generator) -> Batch:
-    """Denoising: some tokens of the input become the sentinel, and the labels are the window as it was."""
-    sentinel = tokenizer.convert_tokens_to_ids("<extra_id_0>")
-    corrupted = torch.rand(window.shape, generator=rng) < CORRUPTED
-    return {"input_ids": window.masked_fill(corrupted, sentinel), "labels": window}
-
-
-def llama(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """A Llama with rotary positions and grouped-query attention."""
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=96,
-            intermediate_size=224,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=24,
-            max_position_embeddings=CONTEXT,
-            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-            tie_word_embeddings=True,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
-
-
-def gpt2(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """A GPT-2 with a learned table of 128 absolute positions."""
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=len(tokenizer),
-            n_positions=CONTEXT,
-            n_embd=96,
-            n_layer=4,
-            n_head=4,
-            n_inner=264,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
-
-
-def t5(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """A T5 with bucketed relative biases in its encoder and its decoder."""
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=len(tokenizer),
-            d_model=96,
-            d_kv=24,
-            d_ff=192,
-            num_layers=2,
-            num_decoder_layers=2,
-            num_heads=4,
-            relative_attention_num_buckets=32,
-            relative_attention_max_distance=128,
-            dropout_rate=0.0,
-            feed_forward_proj="relu",
-            tie_word_embeddings=True,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            decoder_start_token_id=tokenizer.pad_token_id,
-        )
-    )
-
 
 @dataclass(frozen=True)
 class Recipe:
     """How one checkpoint is made.
 
     Attributes:
-        build: Makes the untrained model for a tokenizer.
-        batch: Turns windows of tokens into the model's inputs and labels.
+        title: Title of the model card.
+        folder: Folder of the checkpoint.
+        steps: Optimizer steps.
+        rate: Peak learning rate.
         shortest: Tokens of the shortest windows in training.
         window: Tokens of the longest windows in training, and of all windows in the held-out loss.
-        sentinels: Sentinel tokens that the tokenizer needs.
-        steps: Optimizer steps.
-        learning_rate: Peak learning rate.
-        directory: Where the checkpoint goes.
-        title: Title of the model card.
+        denoises: Whether an encoder reads windows in which text is missing.
     """
 
-    build: Callable[[PreTrainedTokenizerFast], PreTrainedModel]
-    batch: Callable[[torch.Tensor, PreTrainedTokenizerFast, torch.Generator], Batch]
-    shortest: int
-    window: int
-    sentinels: int
-    steps: int
-    learning_rate: float
-    directory: Path
     title: str
+    folder: Path
+    steps: int
+    rate: float
+    shortest: int = 128
+    window: int = 128
+    denoises: bool = False
+
+    @property
+    def task(self) -> str:
+        if not self.denoises:
+            return f"next-token prediction on windows of {self.window} tokens"
+        return (
+            f"denoising: the encoder reads a window in which {CORRUPTED:.0%} of the tokens are replaced by\n"
+            f"  `<extra_id_0>`, the decoder writes the whole window; {self.shortest} to {self.window // 2} tokens"
+            f" in the first {SHORT_STEPS:.0%} of the\n"
+            f"  steps, {self.shortest} to {self.window} after"
+        )
 
 
 RECIPES = {
-    "llama": Recipe(llama, causal_batch, CONTEXT, CONTEXT, 0, 3000, 4e-3, ROOT / "hf_posenc/tiny_llama", "Tiny Llama"),
-    "gpt2": Recipe(gpt2, causal_batch, CONTEXT, CONTEXT, 0, 1200, 3e-3, ROOT / "tests/checkpoints/gpt2", "Tiny GPT-2"),
-    "t5": Recipe(
-        t5, denoising_batch, T5_SHORTEST, T5_WINDOW, SENTINELS, 1500, 4e-3, ROOT / "tests/checkpoints/t5", "Tiny T5"
-    ),
+    "llama": Recipe("Tiny Llama", ROOT / "hf_posenc" / "tiny_llama", 3000, 4e-3),
+    "gpt2": Recipe("Tiny GPT-2", ROOT / "tests" / "checkpoints" / "gpt2", 1200, 3e-3),
+    "t5": Recipe("Tiny T5", ROOT / "tests" / "checkpoints" / "t5", 1500, 4e-3, shortest=16, window=64, denoises=True),
 }
 
 
-def training_windows(recipe: Recipe, step: int, stream: torch.Tensor, rng: torch.Generator) -> torch.Tensor:
-    """Random windows for one step, all of one length."""
-    length, rows = recipe.window, BATCH
-    if recipe.shortest < recipe.window:
-        if step < SHORT_STEPS * recipe.steps:
-            length, rows = length // 2, 2 * rows
-        length = int(torch.randint(recipe.shortest, length + 1, (), generator=rng))
-    return windows(stream, torch.randint(len(stream) - length + 1, (rows,), generator=rng), length)
+def token_stream(tokenizer: PreTrainedTokenizerFast, part: str) -> torch.Tensor:
+    """Tokenize a part of the text into one row, with the end-of-text token after each document."""
+    rows = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in builtin_documents(part))
+    return torch.tensor([token for row in rows for token in (*row, tokenizer.eos_token_id)])
 
 
-def heldout_loss(
-    model: PreTrainedModel, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, stream: torch.Tensor
-) -> float:
-    """Mean loss over all whole windows of the held-out stream."""
-    starts = torch.arange(0, len(stream) - recipe.window + 1, recipe.window)
-    rng = torch.Generator().manual_seed(SEED)
-    total = 0.0
-    model.eval()
-    with torch.no_grad():
-        for part in starts.split(BATCH):
-            batch = recipe.batch(windows(stream, part, recipe.window), tokenizer, rng)
-            total += model(**batch).loss.item() * len(part)
-    model.train()
-    return total / len(starts)
-
-
-def optimizer_groups(model: PreTrainedModel, learning_rate: float) -> list[dict[str, object]]:
-    """Parameter groups for AdamW: weight decay for matrices, none for norms, biases and relative bias tables."""
-    tables = [p for name, p in model.named_parameters() if "relative_attention_bias" in name]
-    others = [p for name, p in model.named_parameters() if "relative_attention_bias" not in name]
-    return [
-        {"params": [p for p in others if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
-        {"params": tables, "weight_decay": 0.0, "lr": BIAS_RATE * learning_rate},
-    ]
-
-
-def pretrain(recipe: Recipe) -> None:
-    """Train one checkpoint and write it, its tokenizer and its model card.
+class Pretraining:
+    """The training of one checkpoint.
 
     Args:
-        recipe: Recipe of the checkpoint.
+        recipe: Its recipe.
     """
-    torch.manual_seed(SEED)
-    rng = torch.Generator().manual_seed(SEED)
-    tokenizer = train_tokenizer(recipe.sentinels)
-    train = token_stream(tokenizer, builtin_documents("train"))
-    heldout = token_stream(tokenizer, builtin_documents("heldout"))
-    model = recipe.build(tokenizer)
-    optimizer = torch.optim.AdamW(
-        optimizer_groups(model, recipe.learning_rate), lr=recipe.learning_rate, betas=(0.9, 0.98)
-    )
-    warmup = recipe.steps // 20
 
-    def rate(step: int) -> float:
+    def __init__(self, recipe: Recipe) -> None:
+        torch.manual_seed(SEED)
+        self.recipe, self._draws = recipe, torch.Generator().manual_seed(SEED)
+        known = AutoTokenizer.from_pretrained(RECIPES["llama"].folder)
+        self.tokenizer = known.train_new_from_iterator(builtin_documents("train"), VOCABULARY, show_progress=False)
+        if recipe.denoises:
+            sentinels = [f"<extra_id_{number}>" for number in range(16)]
+            self.tokenizer.add_special_tokens({"extra_special_tokens": sentinels})
+        for where in ("is_local", "local_files_only"):  # it would be saved
+            self.tokenizer.init_kwargs.pop(where, None)
+        self.text, self._held_out = (token_stream(self.tokenizer, part) for part in ("train", "heldout"))
+        config = AutoConfig.from_pretrained(recipe.folder, vocab_size=len(self.tokenizer))
+        self.model = getattr(transformers, config.architectures[0])(config)
+        self.seen = 0
+
+    def run(self) -> None:
+        """Train the model."""
+        recipe, model = self.recipe, self.model
+        optimizer = torch.optim.AdamW(self._groups(), lr=recipe.rate, betas=(0.9, 0.98))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._schedule)
+        model.train()
+        bar = tqdm(range(recipe.steps), desc=recipe.title)
+        for step in bar:
+            window = self._window(step)
+            self.seen += window.numel()
+            loss = model(**self._batch(window, self._draws)).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=True)
+            if step % 400 == 399:
+                bar.set_postfix(held_out=f"{self.held_out_loss():.3f}")
+
+    def _groups(self) -> list[dict[str, object]]:
+        """Return weight decay for matrices, none for norms, biases and relative bias tables."""
+        named = dict(self.model.named_parameters())
+        tables = [named.pop(name) for name in [*named] if "relative_attention_bias" in name]
+        return [
+            {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
+            {"params": tables, "weight_decay": 0.0, "lr": BIAS_RATE * self.recipe.rate},
+        ]
+
+    def _schedule(self, step: int) -> float:
+        warmup = self.recipe.steps // 20
         if step < warmup:
             return (step + 1) / warmup
-        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (recipe.steps - warmup)))
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (self.recipe.steps - warmup)))
 
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    seen = 0
-    began = time.monotonic()
-    model.train()
-    bar = tqdm(range(recipe.steps), desc=recipe.title)
-    for step in bar:
-        window = training_windows(recipe, step, train, rng)
-        seen += window.numel()
-        loss = model(**recipe.batch(window, tokenizer, rng)).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad(set_to_none=True)
-        if step % 20 == 0:
-            bar.set_postfix(loss=f"{loss.item():.3f}")
-        if step % 400 == 399:
-            tqdm.write(f"step {step + 1}: held-out {heldout_loss(model, recipe, tokenizer, heldout):.3f}")
-    minutes = (time.monotonic() - began) / 60
-    loss = heldout_loss(model, recipe, tokenizer, heldout)
-    model.eval()
-    # Files that are still being written would break whoever loads the old checkpoint meanwhile.
-    recipe.directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=recipe.directory.parent) as folder:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        card = model_card(recipe, model, len(train), seen, minutes, loss)
-        (Path(folder) / "README.md").write_text(card, encoding="utf-8")
-        for file in Path(folder).iterdir():
-            file.chmod(0o644)  # safetensors makes files that only their owner can read
-            os.replace(file, recipe.directory / file.name)
-    tqdm.write(f"{recipe.directory}: held-out loss {loss:.3f} after {minutes:.1f} minutes")
+    def _window(self, step: int) -> torch.Tensor:
+        """Return random windows for one step, all of one length."""
+        recipe, length, rows = self.recipe, self.recipe.window, BATCH
+        if recipe.shortest < recipe.window:
+            if step < SHORT_STEPS * recipe.steps:
+                length, rows = length // 2, 2 * rows
+            length = int(torch.randint(recipe.shortest, length + 1, (), generator=self._draws))
+        starts = torch.randint(len(self.text) - length + 1, (rows,), generator=self._draws)
+        return self.text[starts[:, None] + torch.arange(length)]
 
+    def _batch(self, window: torch.Tensor, draws: torch.Generator) -> dict[str, torch.Tensor]:
+        """Return the inputs of windows: as they are, or corrupted. A causal model shifts the labels itself."""
+        if not self.recipe.denoises:
+            return {"input_ids": window, "labels": window}
+        corrupted = torch.rand(window.shape, generator=draws) < CORRUPTED
+        sentinel = self.tokenizer.convert_tokens_to_ids("<extra_id_0>")
+        return {"input_ids": window.masked_fill(corrupted, sentinel), "labels": window}
 
-def model_card(
-    recipe: Recipe, model: PreTrainedModel, stream_tokens: int, seen: int, minutes: float, loss: float
-) -> str:
-    """The README that says how a checkpoint was made."""
-    name = next(name for name, known in RECIPES.items() if known is recipe)
-    text = hashlib.sha256(builtin_text("train").encode()).hexdigest()
-    rows = f"{BATCH}"
-    if recipe.batch is denoising_batch:
-        task = (
-            f"denoising: the encoder reads a window in which {CORRUPTED:.0%} of the tokens are replaced by\n"
-            f"  `<extra_id_0>`, the decoder writes the whole window; {recipe.shortest} to {recipe.window // 2} tokens"
-            f" in the first {SHORT_STEPS:.0%} of the\n"
-            f"  steps, {recipe.shortest} to {recipe.window} after"
-        )
-        rows = f"{BATCH} to {2 * BATCH}"
-    else:
-        task = f"next-token prediction on windows of {CONTEXT} tokens"
-    return f"""# {recipe.title}
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """Return the mean loss over all whole windows of the held-out text."""
+        length, draws, total = self.recipe.window, torch.Generator().manual_seed(SEED), 0.0
+        rows = self._held_out[: len(self._held_out) // length * length].view(-1, length)
+        self.model.eval()
+        for part in rows.split(BATCH):
+            total += self.model(**self._batch(part, draws)).loss.item() * len(part)
+        self.model.train()
+        return total / len(rows)
 
-A very small `{type(model).__name__}` ({model.num_parameters():,} parameters, float32) for demos and tests. It
+    def save(self, minutes: float) -> None:
+        """Write the model, its tokenizer and its card."""
+        loss = self.held_out_loss()
+        self.model.eval()
+        folder = self.recipe.folder
+        # Files that are still being written would break whoever loads the old checkpoint meanwhile.
+        with tempfile.TemporaryDirectory(dir=folder.parent) as draft:
+            self.model.save_pretrained(draft)
+            self.tokenizer.save_pretrained(draft)
+            (Path(draft) / "README.md").write_text(self._card(minutes, loss), encoding="utf-8")
+            for file in Path(draft).iterdir():
+                file.chmod(0o644)  # safetensors makes files that only their owner can read
+                os.replace(file, folder / file.name)
+
+    def _card(self, minutes: float, loss: float) -> str:
+        recipe = self.recipe
+        name = next(name for name, known in RECIPES.items() if known is recipe)
+        rows = f"{BATCH} to {2 * BATCH}" if recipe.denoises else f"{BATCH}"
+        return f"""# {recipe.title}
+
+A very small `{type(self.model).__name__}` ({self.model.num_parameters():,} parameters, float32) for demos and tests. It
 knows nothing worth asking; `tests/test_checkpoints.py` measures how much it uses its positions.
 
 - Made by `python benchmarks/pretrain_tiny.py {name}`, seed {SEED}
-- Task: {task}
+- Task: {recipe.task}
 - Text: the documentation inside Python {platform.python_version()},
   `hf_posenc.recipes.data.text.builtin_text("train")`, sha256
-  `{text}`
-- Tokens: {stream_tokens:,} in the text, {seen:,} seen in training
+  `{hashlib.sha256(builtin_text("train").encode()).hexdigest()}`
+- Tokens: {len(self.text):,} in the text, {self.seen:,} seen in training
   ({recipe.steps:,} steps of {rows} windows, {minutes:.1f} minutes on a CPU)
 - Versions: torch {torch.__version__}, transformers {transformers.__version__}
 - Held-out loss: {loss:.3f} nats per token (`builtin_text("heldout")`, windows of {recipe.window} tokens)
@@ -356,13 +214,12 @@ knows nothing worth asking; `tests/test_checkpoints.py` measures how much it use
 
 
 def main() -> None:
-    """Read the command line and train what it names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=[*RECIPES, "all"], help="which checkpoint to make")
-    chosen = parser.parse_args().model
-    for name, recipe in RECIPES.items():
-        if chosen in (name, "all"):
-            pretrain(recipe)
+    parser.add_argument("models", nargs="+", choices=RECIPES, help="which checkpoints to make")
+    for name in parser.parse_args().models:
+        training, begin = Pretraining(RECIPES[name]), time.monotonic()
+        training.run()
+        training.save((time.monotonic() - begin) / 60)
 
 
 if __name__ == "__main__":
