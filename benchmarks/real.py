@@ -21,9 +21,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from speed import machine
+import torch
+from common import RESULTS, machine, write
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
-RESULTS = Path(__file__).parent / "results" / "real.json"
+import hf_posenc
+from hf_posenc.recipes.data.text import builtin_text
+from hf_posenc.recipes.loading import auto_class, load_config
+
 # Tokens of the two rows that are compared, of the padding of the second, and that are written.
 LENGTH, PADDING, WRITTEN = 200, 37, 16
 
@@ -65,7 +71,7 @@ def unpacked(name: str, folder: Path) -> Path:
 
 def located(package: str, *, is_folder: bool) -> Path:
     """Return the config of a checkpoint in a package, or its part of a GGUF file."""
-    for file in metadata.files(package) or ():
+    for file in sorted(metadata.files(package) or (), key=lambda file: len(file.parts)):
         is_part = file.suffix == ".gguf" or ("data" in file.parts and file.suffix != ".py")
         if (file.name == "config.json") if is_folder else is_part:
             return Path(str(file.locate()))
@@ -74,8 +80,6 @@ def located(package: str, *, is_folder: bool) -> Path:
 
 def convert(parts: list[Path], folder: Path) -> None:
     """Write a folder with the checkpoint of a GGUF file, which may lie in parts."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     with tempfile.TemporaryDirectory() as place:
         with (Path(place) / "model.gguf").open("wb") as whole:
             for part in parts:
@@ -94,16 +98,8 @@ def convert(parts: list[Path], folder: Path) -> None:
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def check(folder: Path) -> dict[str, Any]:
+def check(folder: Path, schemes: list[str]) -> dict[str, Any]:
     """Return what was found of a checkpoint: for each scheme with an exact start the largest difference."""
-    import torch
-    from transformers import AutoTokenizer
-    from transformers.utils import logging
-
-    import hf_posenc
-    from hf_posenc.recipes.data.text import builtin_text
-    from hf_posenc.recipes.loading import auto_class, load_config
-
     logging.set_verbosity_error()
     torch.manual_seed(0)
     config = load_config(str(folder))
@@ -111,37 +107,29 @@ def check(folder: Path) -> dict[str, Any]:
     ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(builtin_text("heldout")[:20_000])["input_ids"])
     inputs = {"input_ids": ids[: 2 * LENGTH].view(2, LENGTH).clone(), "attention_mask": torch.ones(2, LENGTH).long()}
     inputs["attention_mask"][1, -PADDING:] = 0
-    stock, weights = outputs(model, inputs), {name: value.clone() for name, value in model.state_dict().items()}
+    (stock, tokens), weights = outputs(model, inputs), {key: value.clone() for key, value in model.state_dict().items()}
     found: dict[str, Any] = {}
-    for name, info in hf_posenc.schemes().items():
-        options = exact(config, name, info)
+    for name in schemes:
+        options = exact(config, name)
         if options is None:
             continue
         hf_posenc.patch(model, name, **options)
-        here = outputs(model, inputs)
-        found[name] = {
-            "options": options,
-            "difference": float((here["values"] - stock["values"]).abs().max()),
-            "same_tokens": here["tokens"] == stock["tokens"],
-        }
+        values, written = outputs(model, inputs)
+        difference = float((values - stock).abs().max())
+        found[name] = {"options": options, "difference": difference, "same_tokens": written == tokens}
         if len(found) == 1:
-            found[name]["reloaded"] = reloaded(model, inputs, here)
+            found[name]["reloaded"] = reloaded(model, inputs, values)
         hf_posenc.unpatch(model)
         sys.stderr.write(f"{folder.name} {name}: {found[name]}\n")
     left = model.state_dict()
-    return {
-        "largest": float(stock["values"].abs().max()),
-        "schemes": found,
-        "stock_again": left.keys() == weights.keys() and all(torch.equal(left[name], weights[name]) for name in left)
-        and torch.equal(outputs(model, inputs)["values"], stock["values"]),
-    }  # fmt: skip
+    is_whole = left.keys() == weights.keys() and all(torch.equal(left[key], weights[key]) for key in left)
+    again = is_whole and torch.equal(outputs(model, inputs)[0], stock)
+    return {"largest": float(stock.abs().max()), "schemes": found, "stock_again": again}
 
 
-def exact(config: Any, name: str, info: Any) -> dict[str, Any] | None:
+def exact(config: Any, name: str) -> dict[str, Any] | None:
     """Return the options with which a scheme begins as the model was; `None` if there are none."""
-    import hf_posenc
-
-    for options in ({}, {"native": "keep", **(info.cls.neutral_options or {})}):
+    for options in ({}, {"native": "keep", **(hf_posenc.schemes()[name].cls.neutral_options or {})}):
         try:
             if hf_posenc.plan(config, name, **options).start.startswith("exact"):
                 return options
@@ -150,41 +138,38 @@ def exact(config: Any, name: str, info: Any) -> dict[str, Any] | None:
     return None
 
 
-def outputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+@torch.no_grad()
+def outputs(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, list[list[int]] | None]:
     """Return logits, or states without a head, of the tokens that are no padding; and tokens that are written."""
-    import torch
-
-    with torch.no_grad():
-        found, tokens = model(**inputs), None
-        if model.can_generate():
-            left = {**inputs, "attention_mask": inputs["attention_mask"].flip(1)}
-            written = model.generate(**left, max_new_tokens=WRITTEN, min_new_tokens=WRITTEN, do_sample=False)
-            tokens = written[:, LENGTH:].tolist()  # after padding on the left, as servers do it
-    return {"values": found[0][inputs["attention_mask"].bool()], "tokens": tokens}
+    values, tokens = model(**inputs)[0], None
+    if model.can_generate():
+        left = {**inputs, "attention_mask": inputs["attention_mask"].flip(1)}
+        written = model.generate(**left, max_new_tokens=WRITTEN, min_new_tokens=WRITTEN, do_sample=False)
+        tokens = written[:, LENGTH:].tolist()  # after padding on the left, as servers do it
+    return values[inputs["attention_mask"].bool()], tokens
 
 
-def reloaded(model: Any, inputs: dict[str, Any], wanted: dict[str, Any]) -> bool:
+def reloaded(model: Any, inputs: dict[str, torch.Tensor], wanted: torch.Tensor) -> bool:
     """Return whether a model that is saved and loaded computes the same."""
-    import torch
-
-    from hf_posenc.recipes.loading import auto_class
-
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         again = auto_class(model.config).from_pretrained(folder, dtype=torch.float32).eval()
-    return torch.equal(outputs(again, inputs)["values"], wanted["values"])
+    return torch.equal(outputs(again, inputs)[0], wanted)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+", choices=CHECKPOINTS)
+    parser.add_argument("--schemes", nargs="+", help="default: all with an exact start")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "hf-posenc-checkpoints")
-    arguments = parser.parse_args()
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    for name in arguments.names:
-        found = {"machine": machine(), **check(unpacked(name, arguments.folder / name))}
-        results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        RESULTS.write_text(json.dumps({**results, name: found}, indent=1) + "\n", encoding="utf-8")
+    parser.add_argument("--output", type=Path, default=RESULTS / "real.json")
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    for name in given.names:
+        folder = unpacked(name, given.folder / name)
+        found = {"machine": machine(), **check(folder, given.schemes or list(hf_posenc.schemes()))}
+        results = json.loads(given.output.read_text(encoding="utf-8")) if given.output.exists() else {}
+        write(given.output, json.dumps({**results, name: found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
