@@ -4,17 +4,7 @@
     python benchmarks/survey.py llama clip         # these alone
     python benchmarks/survey.py --table            # only writes the page of what is stored
 
-The results are in results/survey.json and in docs/survey.md.
-
-Each type is a random model, made from the defaults of its config with small sizes. It gets the scheme that computes its
-own encoding (or `kerple` over it), `kerple`, and `fox` or `fire`. A type works if all of these hold:
-
-- start: the model computes what it did;
-- cached: tokens one by one, with a cache, give what they give at once (models that generate);
-- padded: a row with padding gives what it gives alone (models of texts);
-- saved: a saved and loaded model computes the same, bit for bit;
-- locked: the stock class refuses the saved model;
-- unpatched: the stock model comes back, bit for bit.
+The results are in results/survey.json and in docs/survey.md, which says what each type must do.
 """
 
 from __future__ import annotations
@@ -25,18 +15,18 @@ import copy
 import inspect
 import json
 import re
-import signal
 import sys
 import tempfile
 import time
 import warnings
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from common import RESULTS, table, write
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto import modeling_auto
@@ -48,15 +38,12 @@ from hf_posenc.patches.composites import part_to_convert
 from hf_posenc.patches.patch import native_scheme
 from hf_posenc.patches.surgery import is_of_scheme
 
-RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "survey.md"
 # Of each kind, and of each way that encodings are built; the tests try these.
 SAMPLE = (
     "granite", "cohere2", "muse_spark_text", "electra", "xlm-roberta", "eurobert", "clip_text_model",
     "switch_transformers", "pop2piano", "bart", "opt", "dinov2", "siglip_vision_model", "clip_vision_model", "llava",
 )  # fmt: skip
-# A type that takes longer does not work.
-SECONDS = 120
 TOKENS, VOCABULARY = 21, 64
 # Inputs of the encoder of an encoder-decoder.
 ENCODED = ("input_ids", "input_features", "input_values")
@@ -94,7 +81,7 @@ def small(kind: Any) -> Any:
         default = kind()
     except Exception as error:
         raise Skip(f"its config has no defaults ({_line(error)})") from error
-    values = {name: getattr(default, name) for name in vars(default) if not name.startswith("_")}
+    values = {name: value for name, value in vars(default).items() if not name.startswith("_")}
     changes: dict[str, Any] = {}
     for name, value in values.items():
         if name in kind.sub_configs:
@@ -103,7 +90,7 @@ def small(kind: Any) -> Any:
             changes[name] = 0.0
         elif isinstance(value, int) and not isinstance(value, bool):
             changes |= _smaller(name, value, changes)
-    changes |= _fitting(values, changes)
+    _fit(values, changes)
     try:
         return kind(**changes)
     except Exception as error:
@@ -119,44 +106,34 @@ def _smaller(name: str, value: int, changes: dict[str, Any]) -> dict[str, int]:
     return {}
 
 
-def _fitting(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return what must fit other numbers of a config."""
-    changes = dict(changes)
+def _fit(values: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Add to the changes of a config what must fit several of its numbers, or is no number."""
     if values.get("layer_types"):
-        kinds = list(dict.fromkeys(values["layer_types"]))
-        changes["layer_types"] = (kinds * 2)[:2]
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        changes["layer_types"] = (list(dict.fromkeys(values["layer_types"])) * 2)[:2]
+    for number, name in enumerate(("pad_token_id", "bos_token_id", "eos_token_id")):
         if isinstance(values.get(name), list) or (values.get(name) or 0) >= VOCABULARY:
-            changes[name] = {"pad": 0, "bos": 1, "eos": 2}[name[:3]]
-    if "image_size" in changes and isinstance(values.get("patch_size"), (list, tuple)):
-        changes["patch_size"] = [4] * len(values["patch_size"])
-    if isinstance(values.get("image_size"), (list, tuple)):
-        changes["image_size"] = [16] * len(values["image_size"])
-    for name, value in (("initializer_range", 0.2), ("init_std", 0.2)):
-        if name in values:
-            changes[name] = value
-    # What depends on two of these numbers.
+            changes[name] = number
+    for name, size in (("image_size", 16), ("patch_size", 4)):
+        if isinstance(values.get(name), (list, tuple)):
+            changes[name] = [size] * len(values[name])
+    changes |= {name: 0.2 for name in ("initializer_range", "init_std") if name in values}
     rope = values.get("rope_parameters")
     if isinstance(rope, dict) and "mrope_section" in rope:
         changes["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1]}
     if changes.get("num_key_value_heads") and values.get("num_key_value_heads") == values.get("num_attention_heads"):
         changes["num_key_value_heads"] = changes["num_attention_heads"]
-    return changes
 
 
-_AUTO = (
-    "AutoModelForCausalLM",
-    "AutoModelForMaskedLM",
-    "AutoModelForSeq2SeqLM",
-    "AutoModelForSpeechSeq2Seq",
-    "AutoModelForImageTextToText",
-    "AutoModel",
-)
+# The likeliest head first.
+_AUTO = [
+    vars(modeling_auto)[f"AutoModel{head}"]
+    for head in ("ForCausalLM", "ForMaskedLM", "ForSeq2SeqLM", "ForSpeechSeq2Seq", "ForImageTextToText", "")
+]
 
 
 def build(config: Any) -> PreTrainedModel:
     """Return a random model with the likeliest head."""
-    heads = [vars(modeling_auto)[name]._model_mapping for name in _AUTO]
+    heads = [auto._model_mapping for auto in _AUTO]
     if config.is_encoder_decoder:
         heads = heads[2:]
     elif "is_decoder" in vars(config) and type(config) in heads[1]:
@@ -174,46 +151,49 @@ def build(config: Any) -> PreTrainedModel:
         raise Skip(f"it has {count:,} weights when it is shrunk")
     torch.manual_seed(0)
     model: PreTrainedModel = kind(config).eval().float()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        # Norms and biases start at numbers that hide mistakes. What is frozen is computed, and may not be saved.
-        for weight in filter(lambda weight: weight.requires_grad, model.parameters()):
-            weight.copy_(weight.nan_to_num()).add_(0.05 * torch.randn(weight.shape, generator=generator))
+    # Norms and biases start at numbers that hide mistakes. What is frozen is computed, and may not be saved.
+    return moved(model, lambda name, weight: weight.requires_grad, 0.05, seed=1)
+
+
+@torch.no_grad()
+def moved(model: PreTrainedModel, which: Callable[[str, Tensor], bool], by: float, seed: int) -> PreTrainedModel:
+    """Return a model whose weights are away from where they start."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if which(name, weight):
+            weight.copy_(weight.nan_to_num()).add_(by * torch.randn(weight.shape, generator=generator))
     return model
 
 
-def inputs(model: PreTrainedModel, mask: bool = False) -> dict[str, Tensor]:
+def inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the arguments of a forward."""
     config: Any = model.config
     generator = torch.Generator().manual_seed(2)
     names = inspect.signature(model.forward).parameters
+
+    def tokens(size: int) -> Tensor:
+        return torch.randint(6, min(size, VOCABULARY) - 8, (2, TOKENS), generator=generator)
+
     if "input_ids" in names:
-        vocabulary = min(config.get_text_config(decoder=True).vocab_size, VOCABULARY)
-        ids = torch.randint(6, vocabulary - 8, (2, TOKENS), generator=generator)
-        call = {"input_ids": ids}
-        if mask:
-            call["attention_mask"] = torch.ones_like(ids)
-        if config.is_encoder_decoder:
-            call["decoder_input_ids"] = ids.flip(1)
-        return call
+        ids = tokens(config.get_text_config(decoder=True).vocab_size)
+        return {"input_ids": ids} | ({"decoder_input_ids": ids.flip(1)} if config.is_encoder_decoder else {})
     if "input_features" in names and hasattr(config, "max_source_positions"):
-        ids = torch.randint(6, min(config.vocab_size, VOCABULARY) - 8, (2, TOKENS), generator=generator)
+        ids = tokens(config.vocab_size)
         sound = torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions, generator=generator)
         return {"input_features": sound} | ({"decoder_input_ids": ids} if "decoder_input_ids" in names else {})
-    size = getattr(config, "image_size", 16)
-    size = (size, size) if isinstance(size, int) else tuple(size)
-    channels = getattr(config, "num_channels", 3)
     if "pixel_values" in names:
-        return {"pixel_values": torch.randn(2, channels, *size, generator=generator)}
+        size = getattr(config, "image_size", 16)
+        shape = (size, size) if isinstance(size, int) else size
+        return {"pixel_values": torch.randn(2, getattr(config, "num_channels", 3), *shape, generator=generator)}
     if "input_values" in names and hasattr(config, "max_length"):
         return {"input_values": torch.randn(2, config.max_length, config.num_mel_bins, generator=generator)}
     raise Skip(f"no inputs are known for a forward with {', '.join(list(names)[:3])}")
 
 
 @torch.no_grad()
-def output(model: PreTrainedModel, call: dict[str, Tensor], **more: Any) -> Tensor:
+def output(model: PreTrainedModel, call: dict[str, Tensor]) -> Tensor:
     uncached = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    found: Any = model(**{**call, **uncached, **more})
+    found: Any = model(**call, **uncached)
     tensors = [value for value in found.values() if isinstance(value, Tensor) and value.ndim > 1]
     return tensors[0].float()
 
@@ -233,15 +213,6 @@ def hold(what: str, got: float, limit: float) -> float:
     if not got <= limit:
         raise Broken(f"{what}: differs by {got:.2g}, at most {limit:.0e} expected")
     return got
-
-
-def moved(model: PreTrainedModel) -> PreTrainedModel:
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if is_of_scheme(name):
-                weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
-    return model
 
 
 def cached(model: Any, call: dict[str, Tensor]) -> Tensor | None:
@@ -287,15 +258,13 @@ def check_text(
 ) -> dict[str, float]:
     """Check cache and padding of a patched model; return the largest differences."""
     found = {}
-    generates = (causal or ours.config.is_encoder_decoder) and ours.can_generate()
     # Some stock models do not take padding, and some see it: these may stay as they are.
     with contextlib.suppress(AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
         apart_by, control = (padded(model, call, causal) for model in (ours, stock))
-        if apart_by is not None and (control is None or apart_by <= max(1e-3, 2 * control)):
-            found["padded"] = apart_by
-        elif apart_by is not None:
-            hold("padded", apart_by, 1e-3)
-    if generates:
+        if apart_by is not None:
+            is_as_stock = control is None or apart_by <= 2 * control
+            found["padded"] = apart_by if is_as_stock else hold("padded", apart_by, 1e-3)
+    if (causal or ours.config.is_encoder_decoder) and ours.can_generate():
         got = cached(ours, call)
         if got is not None:
             found["cached"] = hold("cached", apart(got, output(ours, call)), 1e-3)
@@ -311,18 +280,15 @@ def check(model: PreTrainedModel) -> dict[str, Any]:
     if not before.isfinite().all():
         raise Skip("the random stock model computes no numbers")
     part: Any = part_to_convert(model)
-    architecture = of_model(part)
-    stacks = architecture.stacks(part)
-    causal = all(architecture.geometry(body, 0).causal for body in stacks.values())
-    own = native_scheme(part)
+    architecture, own = of_model(part), native_scheme(part)
+    causal = all(architecture.geometry(body, 0).causal for body in architecture.stacks(part).values())
     found: dict[str, Any] = {"own": own or "kerple, native kept", "native": architecture.native}
     ours = copy.deepcopy(model)
     hf_posenc.patch(ours, own or "kerple", **({} if own else {"native": "keep"}))
     found["start"] = hold("start", apart(output(ours, call), before), 1e-4)
-    del ours
     for scheme in ("kerple", "fox" if causal else "fire"):
-        ours = moved(hf_posenc.patch(copy.deepcopy(model), scheme))
-        whole = output(ours, call)
+        ours = hf_posenc.patch(copy.deepcopy(model), scheme)
+        whole = output(moved(ours, lambda name, _: is_of_scheme(name), 0.1, seed=3), call)
         if apart(whole, before) < 1e-6:
             raise Broken(f"{scheme} changes nothing")
         if "input_ids" in call or "decoder_input_ids" in call:
@@ -342,12 +308,10 @@ def check(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def load(kind: Any, folder: str) -> PreTrainedModel:
-    config = transformers.AutoConfig.from_pretrained(folder)
-    for name in _AUTO:
-        mapping = vars(modeling_auto)[name]._model_mapping
-        if type(config) in mapping and mapping[type(config)] is kind:
-            return vars(modeling_auto)[name].from_pretrained(folder).eval()
-    return kind.from_pretrained(folder).eval()
+    """Load a model by the Auto class that has its class, if there is one."""
+    config = type(transformers.AutoConfig.from_pretrained(folder))
+    known = (auto for auto in _AUTO if config in auto._model_mapping and auto._model_mapping[config] is kind)
+    return next(known, kind).from_pretrained(folder).eval()
 
 
 def loads(stock: Any, folder: str) -> bool:
@@ -360,8 +324,7 @@ def loads(stock: Any, folder: str) -> bool:
 
 
 def kind_of(model: PreTrainedModel) -> str:
-    config: Any = model.config
-    names = inspect.signature(model.forward).parameters
+    config, names = model.config, inspect.signature(model.forward).parameters
     if config.sub_configs:
         return "composite"
     if config.is_encoder_decoder and "decoder_input_ids" in names:
@@ -371,45 +334,36 @@ def kind_of(model: PreTrainedModel) -> str:
     return "vision" if "pixel_values" in names else "audio"
 
 
-@contextlib.contextmanager
-def limited(seconds: int) -> Iterator[None]:
-    def stop(*given: Any) -> None:
-        raise TimeoutError(f"it took more than {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def survey(name: str) -> dict[str, Any]:
     """Return what came of a model type: `works`, `refused`, `broken`, or `not tried`, with the reason."""
     begin, found = time.perf_counter(), {"type": name, "kind": "unknown"}
     try:
-        with limited(SECONDS):
-            model = build(small(CONFIG_MAPPING[name]))
-            found["kind"] = kind_of(model)
-            if not any("attention" in type(module).__name__.lower() for module in model.modules()):
-                raise Skip("it has no attention")
-            output(model, inputs(model))
-            model.config._name_or_path = ""
-            try:
-                found |= {"came": "works", **check(model)}
-            except PosencError as error:
-                found |= {"came": "refused", "why": _line(error)}
-            except Skip:
-                raise
-            except Exception as error:
-                what = str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {_line(error)}"
-                found |= {"came": "broken", "why": what}
+        model = build(small(CONFIG_MAPPING[name]))
+        found["kind"] = kind_of(model)
+        if not any("attention" in type(module).__name__.lower() for module in model.modules()):
+            raise Skip("it has no attention")
+        output(model, inputs(model))
+        model.config._name_or_path = ""
+        found |= came(model)
     except Skip as error:
         found |= {"came": "not tried", "why": str(error)}
     except Exception as error:
         found |= {"came": "not tried", "why": f"the stock model does not run ({type(error).__name__}: {_line(error)})"}
     return found | {"seconds": round(time.perf_counter() - begin, 2)}
+
+
+def came(model: PreTrainedModel) -> dict[str, Any]:
+    """Return what came of a stock model that runs."""
+    try:
+        return {"came": "works", **check(model)}
+    except Skip:
+        raise
+    except PosencError as error:
+        return {"came": "refused", "why": _line(error)}
+    except Broken as error:
+        return {"came": "broken", "why": str(error)}
+    except Exception as error:
+        return {"came": "broken", "why": f"{type(error).__name__}: {_line(error)}"}
 
 
 def _line(error: BaseException) -> str:
@@ -418,41 +372,37 @@ def _line(error: BaseException) -> str:
     return " ".join(text.split())[:300]
 
 
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("types", nargs="*", help="model types; all by default")
     parser.add_argument("--table", action="store_true", help="write the page of what is stored, and measure nothing")
     parser.add_argument("--again", action="store_true", help="try types again that are stored")
-    parser.add_argument("--sample", action="store_true", help="the sample that the tests try")
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     path = RESULTS / "survey.json"
-    stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    rows: dict[str, Any] = stored.get("types", {}) if stored.get("transformers") == transformers.__version__ else {}
-    names = arguments.types or (SAMPLE if arguments.sample else _types())
-    for number, name in enumerate(() if arguments.table else names, 1):
-        if name in rows and not (arguments.again or arguments.types):
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    rows = stored["types"] if stored["transformers"] == transformers.__version__ else {}
+    names = given.types or [name for name in CONFIG_MAPPING if not name.startswith("hf_posenc")]
+    for number, name in enumerate(() if given.table else names, 1):
+        if name in rows and not (given.again or given.types):
             continue
         rows[name] = row = survey(name)
         sys.stderr.write(f"{number}/{len(names)} {name}: {row['came']} {row.get('why', '')}\n")
-        facts = {"transformers": transformers.__version__, "torch": torch.__version__, "types": rows}
-        draft = path.with_suffix(".part")
-        draft.write_text(dumped(facts), encoding="utf-8")
-        draft.replace(path)
-    PAGE.write_text(text(json.loads(path.read_text(encoding="utf-8"))), encoding="utf-8")
+        stored = {"torch": torch.__version__, "transformers": transformers.__version__, "types": rows}
+        write(path, dumped(stored))
+    write(PAGE, text(stored))
 
 
-def dumped(facts: dict[str, Any]) -> str:
+def dumped(stored: dict[str, Any]) -> str:
     """Return the results as JSON, with a line for each type."""
-    types = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(facts["types"].items()))
-    rest = "".join(f" {json.dumps(name)}: {json.dumps(facts[name])},\n" for name in ("torch", "transformers"))
-    return f'{{\n{rest} "types": {{\n{types}\n }}\n}}\n'
-
-
-def _types() -> list[str]:
-    return [name for name in CONFIG_MAPPING if not name.startswith("hf_posenc")]
+    types = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(stored["types"].items()))
+    head = json.dumps({**stored, "types": {}}, indent=1).removesuffix("{}\n}")
+    return f"{head}{{\n{types}\n }}\n}}\n"
 
 
 def text(stored: dict[str, Any]) -> str:
@@ -471,32 +421,31 @@ the stock model bit for bit. A composite is a model of several, whose language m
 Of {len(rows)} types, {untried} were not tried: no model of theirs has attention, or runs with small sizes and plain
 inputs.
 
-{table(rows)}
+{tables(rows)}
 """
 
 
-def table(rows: dict[str, Any]) -> str:
+def tables(rows: dict[str, Any]) -> str:
     """Return the tables of the documentation."""
-    tried = [row for row in rows.values() if row["came"] != "not tried"]
-    counts: dict[str, Counter[str]] = {}
-    for row in tried:
-        counts.setdefault(row["kind"], Counter())[row["came"]] += 1
-    lines = ["| kind | tried | work | refused | broken |", "|---|---|---|---|---|"]
-    total: Counter[str] = sum(counts.values(), Counter())
-    for kind, count in [*sorted(counts.items()), ("all", total)]:
-        lines.append(f"| {kind} | {count.total()} | {count['works']} | {count['refused']} | {count['broken']} |")
-    lines += ["", "| kind | types that work |", "|---|---|"]
-    for kind in sorted(counts):
-        names = ", ".join(f"`{row['type']}`" for row in tried if row["kind"] == kind and row["came"] == "works")
-        lines.append(f"| {kind} | {names} |")
-    lines += ["", "| why not | types |", "|---|---|"]
-    reasons: dict[str, list[str]] = {}
-    for row in tried:
-        if row["came"] != "works":
-            reasons.setdefault(reason(row), []).append(f"`{row['type']}`")
-    for why, names in sorted(reasons.items(), key=lambda item: -len(item[1])):
-        lines.append(f"| {why} | {', '.join(names)} |")
-    return "\n".join(lines)
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    works, reasons = defaultdict(list), defaultdict(list)
+    for name, row in rows.items():
+        if row["came"] != "not tried":
+            counts[row["kind"]][row["came"]] += 1
+            (works[row["kind"]] if row["came"] == "works" else reasons[reason(row)]).append(f"`{name}`")
+    every = [*sorted(counts.items()), ("all", sum(counts.values(), Counter()))]
+    numbers = (
+        [kind, count.total(), *(count[came] for came in ("works", "refused", "broken"))] for kind, count in every
+    )
+    joined = ([kind, ", ".join(works[kind])] for kind in sorted(counts))
+    why = ([why, ", ".join(names)] for why, names in sorted(reasons.items(), key=lambda item: -len(item[1])))
+    return "\n\n".join(
+        [
+            table(["kind", "tried", "work", "refused", "broken"], numbers),
+            table(["kind", "types that work"], joined),
+            table(["why not", "types"], why),
+        ]
+    )
 
 
 def reason(row: dict[str, Any]) -> str:

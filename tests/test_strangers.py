@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import os
 import re
@@ -11,10 +10,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import survey
 import torch
 import transformers
 from grid import once
@@ -126,29 +125,16 @@ def test_a_model_whose_config_has_the_type_of_another_is_refused(package: Path) 
 # -- the survey --------------------------------------------------------------------------------------------------------
 
 
-def _survey() -> ModuleType:
-    path = Path(__file__).parents[1] / "benchmarks" / "survey.py"
-    specification = importlib.util.spec_from_file_location("survey", path)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
-SURVEY = _survey()
-
-
-@pytest.mark.parametrize("name", SURVEY.SAMPLE)
+@pytest.mark.parametrize("name", survey.SAMPLE)
 def test_a_sample_of_the_survey(name: str) -> None:
-    row = SURVEY.survey(name)
+    row = survey.survey(name)
     assert row["came"] == "works", row
 
 
 def test_the_page_of_the_survey_is_that_of_its_results() -> None:
-    stored = json.loads((SURVEY.RESULTS / "survey.json").read_text(encoding="utf-8"))
-    assert SURVEY.PAGE.read_text(encoding="utf-8") == SURVEY.text(stored)
+    stored = json.loads((survey.RESULTS / "survey.json").read_text(encoding="utf-8"))
+    assert survey.PAGE.read_text(encoding="utf-8") == survey.text(stored)
     came = {name: row["came"] for name, row in stored["types"].items()}
-    assert {came[name] for name in SURVEY.SAMPLE} == {"works"}
+    assert {came[name] for name in survey.SAMPLE} == {"works"}
     assert "broken" not in came.values()
     assert AutoConfig.for_model("hf_posenc_granite").model_type == "hf_posenc_granite"
