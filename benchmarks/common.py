@@ -1,9 +1,8 @@
-"""What the scripts of this folder share: the machine, Markdown tables, records, and processes of their own."""
+"""What the scripts of this folder share: the machine, Markdown tables, files, and processes of their own."""
 
 from __future__ import annotations
 
 import datetime
-import json
 import multiprocessing
 import os
 import platform
@@ -35,22 +34,6 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]], rule: str = "
 
 def _line(cells: Sequence[object]) -> str:
     return "".join(("|", *(f" {cell} |" if cell != "" else " |" for cell in cells)))
-
-
-def records(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a JSONL file; what was killed while it wrote left half of one."""
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return found
-
-
-def add_record(path: Path, record: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
 
 
 def write(path: Path, text: str) -> None:

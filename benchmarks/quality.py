@@ -16,6 +16,7 @@ it is.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, add_record, in_a_process, machine, records, table
+from common import RESULTS, in_a_process, machine, table
 from real import unpacked
 
 import hf_posenc
@@ -116,12 +117,19 @@ def allows(config: Any, scheme: str, native: str) -> bool:
 
 def take(name: str, make: Callable[[], dict[str, Any]], given: argparse.Namespace) -> None:
     """Make a row, unless it is recorded, and write the table."""
-    found = {entry["name"]: entry for entry in records(given.record)}
+    found = recorded(given.record)
     if name not in found:
         sys.stderr.write(f"{name} ...\n")
         found[name] = {"name": name, "machine": machine(), **make()}
-        add_record(given.record, found[name])
+        with given.record.open("a", encoding="utf-8") as record:
+            record.write(json.dumps(found[name]) + "\n")
     (given.runs / "forms.md").write_text(text(found), encoding="utf-8")
+
+
+def recorded(path: Path) -> dict[str, Any]:
+    """Return the entries of a record by name."""
+    entries = map(json.loads, path.read_text(encoding="utf-8").splitlines()) if path.exists() else ()
+    return {entry["name"]: entry for entry in entries}
 
 
 # -- one row -----------------------------------------------------------------------------------------------------------

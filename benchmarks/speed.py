@@ -3,15 +3,13 @@
     python benchmarks/speed.py op --output benchmarks/results/speed_op
     python benchmarks/speed.py step --output benchmarks/results/speed_step
     python benchmarks/speed.py decode --output benchmarks/results/speed_decode
-    python benchmarks/speed.py peers --output benchmarks/results/speed_peers
     python benchmarks/speed.py memory --schemes alibi fire --executor dense
     python benchmarks/speed.py op --device cuda
 
 `op` is one layer's attention (B = 1, 8 heads of 64, float32, causal): torch's scaled dot-product attention alone is 1.
 Next to the schemes stand the same with a float mask S x S, which a user writes today for a custom bias, and the
 textbook form ("eager"). `step` is a training step of a Llama with 4 layers, `decode` one more token with a full cache;
-there 1 is the stock model. `peers` is `op` for schemes that other packages have, and for these packages
-(x-transformers where it is installed).
+there 1 is the stock model.
 
 All cases take turns, so that what else the machine does meets them alike; figures are medians of ratios within a
 round. One thread is timed by its own CPU time, several by the clock, a GPU by its own events: there the default is
@@ -58,12 +56,10 @@ LENGTHS = {
     "gpu": [1024, 4096, 16384],
     "step": [1024],
     "decode": [4096],
-    "peers": [1024, 2048],
     "memory": [2048, 4096, 8192],
 }
 SUBJECTS = {
     "op": "Attention of one layer (B = 1, 8 heads of 64, causal); 1 is torch's own without positions",
-    "peers": "Attention of one layer (B = 1, 8 heads of 64, causal), here and in other packages; 1 is torch's own",
     "step": "A training step of a Llama with {layers} layers (hidden {hidden}); 1 is the stock model",
     "decode": "One more token of a Llama with {layers} layers (hidden {hidden}) after S others; 1 is the stock model",
 }
@@ -117,22 +113,17 @@ class Layer:
     Attributes:
         q, k, v: Queries, keys and values, `[1, HEADS, length, HEAD_DIM]`.
         hidden: What they are made of, `[1, length, HEADS * HEAD_DIM]`.
-        length: Number of tokens.
     """
 
     def __init__(self, length: int, dtype: torch.dtype) -> None:
         shape = (1, HEADS, length, HEAD_DIM)
         self.q, self.k, self.v = (torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3))
-        self.hidden, self.length = torch.randn(1, length, HEADS * HEAD_DIM, dtype=dtype), length
+        self.hidden = torch.randn(1, length, HEADS * HEAD_DIM, dtype=dtype)
         self._gradient, self._places = torch.randn_like(self.q), torch.arange(length)[None]
 
-    def mask(self) -> Tensor:
-        """Return the causal mask that is added to logits, `[S, S]`."""
-        return torch.full((self.length, self.length), -math.inf).triu(1).to(self.q)
-
-    def plain(self, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+    def plain(self, mask: Tensor | None = None) -> Tensor:
         """Return torch's attention, with an added mask if there is one."""
-        return scaled_dot_product_attention(self.q, self.k, self.v, mask, is_causal=mask is None, scale=scale)
+        return scaled_dot_product_attention(self.q, self.k, self.v, mask, is_causal=mask is None)
 
     def case(self, function: Callable[[], Tensor], parameters: Iterable[Tensor] = ()) -> Case:
         """Return the case of a function, and of it with the gradients of operands and parameters."""
@@ -153,10 +144,6 @@ class Layer:
         places = {"query_positions": self._places, "key_positions": self._places}
         return lambda: hf_posenc.attend(scheme, self.q, self.k, self.v, hidden=self.hidden, executor=executor, **places)
 
-    def scheme_case(self, name: str, **options: Any) -> Case:
-        scheme = built(name, self.length, **options)
-        return self.case(self.attention(scheme), scheme.parameters())
-
 
 def geometry(length: int) -> hf_posenc.Geometry:
     """Return that of a Llama's layer."""
@@ -164,12 +151,8 @@ def geometry(length: int) -> hf_posenc.Geometry:
     return hf_posenc.Geometry(**shape, inv_freq=FREQUENCIES, max_positions=length, last=False)
 
 
-def built(name: str, length: int, **options: Any) -> hf_posenc.Scheme:
-    """Build a scheme with its parameters away from where they start."""
-    return disturbed(hf_posenc.build(name, geometry(length), **options))
-
-
 def disturbed(module: Any) -> Any:
+    """Return a module with its parameters away from where they start."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -181,25 +164,14 @@ def operations(schemes: list[str], length: int, given: argparse.Namespace) -> di
     layer = Layer(length, getattr(torch, given.dtype))
     cases = {PLAIN: layer.case(layer.plain)}
     if length <= LONGEST_MATERIALISED:
-        mask = layer.mask().expand(1, HEADS, -1, -1).contiguous()
+        mask = torch.full((1, HEADS, length, length), -math.inf).triu(1).to(layer.q)
         bias = mask.clone().requires_grad_()
         cases[MASKED] = layer.case(lambda: layer.plain(mask))
         cases[LEARNED_MASK] = layer.case(lambda: layer.plain(bias), [bias])
         cases[EAGER] = layer.case(lambda: (layer.q @ layer.k.mT * HEAD_DIM**-0.5 + mask).softmax(-1) @ layer.v)
-    return cases | {name: layer.scheme_case(name) for name in schemes}
-
-
-def beside_peers(schemes: list[str], length: int, given: argparse.Namespace) -> dict[str, Case]:
-    """Return the attention of one layer, with each scheme that another package has, here and in that package."""
-    from peers import peers
-
-    layer = Layer(length, getattr(torch, given.dtype))
-    cases = {PLAIN: layer.case(layer.plain)}
-    for name, package, run, parameters in sorted(peers(layer), key=lambda peer: peer[0]):
-        if name in schemes:
-            options = {"layout": "interleaved"} if name == "rope" else {}
-            cases[name] = layer.scheme_case(name, **options)
-            cases[f"{name}, {package}"] = layer.case(run, parameters)
+    for name in schemes:
+        scheme = disturbed(hf_posenc.build(name, geometry(length)))
+        cases[name] = layer.case(layer.attention(scheme), scheme.parameters())
     return cases
 
 
@@ -254,7 +226,7 @@ def decoding_steps(schemes: list[str], length: int, given: argparse.Namespace) -
     return {name: case(model.eval()) for name, model in models(schemes, given).items()}
 
 
-MAKERS = {"op": operations, "step": training_steps, "decode": decoding_steps, "peers": beside_peers}
+MAKERS = {"op": operations, "step": training_steps, "decode": decoding_steps}
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -262,7 +234,7 @@ MAKERS = {"op": operations, "step": training_steps, "decode": decoding_steps, "p
 
 def has_kernels(name: str) -> bool:
     """Whether plain attention or a kernel computes a scheme on this GPU."""
-    known = hf_posenc.attention.executors(built(name, length=8), torch.device("cuda"))
+    known = hf_posenc.attention.executors(hf_posenc.build(name, geometry(8)), torch.device("cuda"))
     return not {"sdpa", "channels", "triton"}.isdisjoint(known)
 
 

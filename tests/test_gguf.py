@@ -1,4 +1,4 @@
-"""Files for llama.cpp: what is added, by its own reader, and which files are refused. benchmarks/serve runs them."""
+"""Files for llama.cpp: what is added, by its own reader, and which files are refused. benchmarks/loaders.py runs it."""
 
 from __future__ import annotations
 

