@@ -180,7 +180,7 @@ def _others(kind: type, config: Any, stated: str) -> int:
                 for name, buffer in blank.named_buffers():
                     if name.endswith("position_ids"):
                         buffer.copy_(torch.arange(buffer.shape[-1]))
-                pixels = torch.randn(1, channels, *size)
+                pixels = torch.randn(1, channels, *size, dtype=torch.float32)  # loading changes the default
                 last = pixels.clone()
                 last[..., -patch[0] :, -patch[1] :] += 1.0
                 made = [blank(x) for x in (pixels, pixels + 1, last)]

@@ -81,6 +81,15 @@ def test_a_checkpoint_with_the_names_of_old_releases_is_converted(tmp_path: Path
     assert torch.equal(states(ViTForImageClassification.from_pretrained(tmp_path / "back")), before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_converted_model_is_loaded_in_half_precision(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patched("kerple").save_pretrained(tmp_path)
+    monkeypatch.setattr("hf_posenc.patches.images._KNOWN", {})  # as in a process that has read no family yet
+    assert AutoModelForImageClassification.from_pretrained(tmp_path, dtype=dtype).dtype == dtype
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_images_of_any_size(scheme: str) -> None:
     model = patched(scheme, **({"num_positions": 60} if scheme == "learned" else {}))
