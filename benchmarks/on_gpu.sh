@@ -4,7 +4,7 @@
 #     benchmarks/on_gpu.sh benchmarks/results/on_gpu
 #     DEVICE=cpu benchmarks/on_gpu.sh /tmp/tried      # small sizes, to see that all parts run
 #
-# Each part writes PART.log, and speed.py also PART.md and PART.json. Another run goes on where this one ended: a part
+# Each part writes PART.log, and speed.py also PART.json. Another run goes on where this one ended: a part
 # that has ended well has a file PART.done, and is left out.
 set -uo pipefail
 mkdir -p "$1"
@@ -15,9 +15,12 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 wanted=(--schemes kerple fire fox cope stick_breaking rope alibi grape_a t5 sandwich)
 large=(--hidden 640 --layers 28)
 # Measurements end by themselves, and give what they have.
-last=(--device "$device" --seconds 110) chosen=gpu
+last=(--device "$device" --seconds 110) chosen=(-m gpu)
 # The later of two options counts.
-[[ $device == cpu ]] && last+=(--lengths 64 --schemes kerple t5 --rounds 1 --hidden 256 --layers 2) chosen="not gpu"
+if [[ $device == cpu ]]; then
+  last+=(--lengths 64 --schemes kerple t5 --rounds 1 --hidden 256 --layers 2)
+  chosen=(-m "not gpu and not slow" -k "kerple and sinks")
+fi
 
 part() {
   local name=$1 begin=$SECONDS
@@ -27,8 +30,8 @@ part() {
   ((code)) || touch "$out/$name.done"
   echo "$name: exit code $code after $((SECONDS - begin)) s"
 }
-speed() { part "$1" benchmarks/speed.py "${@:2}" "${last[@]}" --output "$out/$1"; }
-tests() { part "$1" -m pytest -q -p no:cacheprovider -m "$chosen and not slow" "$2"; }
+speed() { part "$1" benchmarks/speed.py "${@:2}" "${last[@]}" --output "$out/$1.json"; }
+tests() { part "$1" -m pytest -q -p no:cacheprovider "${chosen[@]}" "$2"; }
 
 tests kernels tests/test_gpu_executors.py
 speed op_16384 op --lengths 16384 "${wanted[@]}"

@@ -51,19 +51,6 @@ SEQUENCES = {128: 32, 512: 32, 2048: 16}
 TRAINED, BEYOND, FAR = 8192, (16_384, 32_768), 4
 # Tokens of the windows of a run.
 LENGTH = 1024
-TEXT = """# SmolLM2-135M: every scheme in three forms
-
-Perplexity of the last 64 tokens of held-out windows, in % of the original's on the same windows, by context length
-(windows: {windows}); copying of random tokens and recall of values by their keys, in % of the tokens, by length. 95 %
-intervals. *fast*: over the fast rotary pairs; *pure*: without the model's own; *hybrid*: in the cheapest layers. *Own*:
-perplexity of the same tokens in % of the same model's at {trained:,}, {far} windows.
-
-{table}
-
-{machines}.
-
-Command: `python benchmarks/quality.py --train TRAIN --held-out HELD_OUT --runs DIR`.
-"""
 
 
 def main() -> None:
@@ -197,7 +184,7 @@ def rounded(samples: torch.Tensor) -> list[list[float]]:
 
 
 def text(found: Mapping[str, Any]) -> str:
-    """Return the page of all rows."""
+    """Return the table of all rows, whose columns results/README.md explains."""
     original = found[ORIGINAL]["measured"]
     columns = [("perplexity", length, f"{int(length):,}") for length in original["perplexity"]]
     columns += [("far", length, f"own {int(length):,}") for length in original.get("far", {}) if int(length) != TRAINED]
@@ -212,13 +199,8 @@ def text(found: Mapping[str, Any]) -> str:
         tokens = sum(entry.get("tokens", {}).values()) / 1000
         costs = [f"{tokens:.0f}", f"{entry['minutes']:g}", f"{entry['peak']:g}"] if tokens else [""] * 3
         lines.append([name, *cells, *costs])
-    return TEXT.format(
-        windows=", ".join(f"{WINDOWS[int(length)]} at {int(length):,}" for length in original["perplexity"]),
-        trained=TRAINED,
-        far=FAR,
-        table=table(header, lines, "---:"),
-        machines="; ".join(dict.fromkeys(entry["machine"] for entry in found.values())),
-    )
+    machines = dict.fromkeys(entry["machine"] for entry in found.values())
+    return f"{table(header, lines, '---:')}\n\n{'; '.join(machines)}.\n"
 
 
 def cell(here: Mapping[str, Any], original: Mapping[str, Any], what: str, length: str) -> str:

@@ -1,8 +1,8 @@
 """Time and memory of attention with every scheme, relative to plain attention.
 
-    python benchmarks/speed.py op --output benchmarks/results/speed_op
-    python benchmarks/speed.py step --output benchmarks/results/speed_step
-    python benchmarks/speed.py decode --output benchmarks/results/speed_decode
+    python benchmarks/speed.py op --output benchmarks/results/speed_op.json
+    python benchmarks/speed.py step --output benchmarks/results/speed_step.json
+    python benchmarks/speed.py decode --output benchmarks/results/speed_decode.json
     python benchmarks/speed.py memory --schemes alibi fire --executor dense
     python benchmarks/speed.py op --device cuda
 
@@ -13,7 +13,7 @@ there 1 is the stock model.
 
 All cases take turns, so that what else the machine does meets them alike; figures are medians of ratios within a
 round. One thread is timed by its own CPU time, several by the clock, a GPU by its own events: there the default is
-bfloat16, lengths up to 16,384, and the schemes that have kernels. Written are OUTPUT.json and OUTPUT.md.
+bfloat16, lengths up to 16,384, and the schemes that have kernels.
 
 `memory` is the peak of one layer in MiB, forward and backward, above the process before it, each in a fresh process.
 """
@@ -57,11 +57,6 @@ LENGTHS = {
     "step": [1024],
     "decode": [4096],
     "memory": [2048, 4096, 8192],
-}
-SUBJECTS = {
-    "op": "Attention of one layer (B = 1, 8 heads of 64, causal); 1 is torch's own without positions",
-    "step": "A training step of a Llama with {layers} layers (hidden {hidden}); 1 is the stock model",
-    "decode": "One more token of a Llama with {layers} layers (hidden {hidden}) after S others; 1 is the stock model",
 }
 # A case returns seconds by what was timed.
 Case = Callable[[], dict[str, float]]
@@ -279,16 +274,11 @@ def publish(results: dict[str, dict[str, dict[str, float]]], given: argparse.Nam
         ]
         for name in names
     )
-    text = (
-        f"# {SUBJECTS[given.what].format(**vars(given))}\n\n"
-        f"Medians of {given.rounds} interleaved rounds. {where}, {given.dtype}.\n\n"
-        f"{table(['', *map(': '.join, columns)], rows, '---:')}\n\nCommand: `{command}`\n"
-    )
-    sys.stdout.write(text)
+    made = table(["", *map(": ".join, columns)], rows, "---:")
+    sys.stdout.write(f"{made}\n\n{where}, {given.dtype}, {given.rounds} rounds. Command: `{command}`\n")
     if given.output:
         record = {"command": command, "machine": where, "dtype": given.dtype, "ratios": results}
-        given.output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        given.output.with_suffix(".md").write_text(text, encoding="utf-8")
+        given.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def peak(name: str, length: int, executor: str | None) -> str:
