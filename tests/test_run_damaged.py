@@ -87,8 +87,6 @@ WHOLE: dict[str, Damage] = {
     "not UTF-8": lambda content: b'{"a": "\xff"}',
     "pickled": lambda content: b"\x80\x04\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x04true\x94\x85\x94R\x94.",
 }
-# Of checkpoints that these damage, nobody can tell but a checksum.
-UNSEEN = ("one byte", "zeros")
 WRONG = (None, "x", [], {}, -1, 2.5, True, 10**400, ...)
 
 
@@ -129,13 +127,11 @@ def test_a_checkpoint_with_a_damaged_file_counts_as_none(
     assert files.last(tmp_path) == tmp_path / last.name
 
 
-def resumed(folder: Path) -> Iterator[tuple[Path, str, Damage, bool]]:
-    """Damages after which to resume a run: one of each file, in checkpoints one that their marks do not show."""
+def resumed(folder: Path) -> Iterator[tuple[Path, str, Damage]]:
+    """Damages after which to resume a run: one of each file."""
     for number, path in enumerate(files_of(folder)):
-        marks = path.parent.name.startswith("checkpoint-")
-        ways = [way for way in damages(path) if not (marks and way[0] in UNSEEN)]
-        if path.name != files.MARKER:
-            yield path, *ways[number % len(ways)], marks
+        ways = list(damages(path))
+        yield path, *ways[number % len(ways)]
 
 
 # In the grid a run is resumed with a damage of each ninth file.
@@ -148,14 +144,12 @@ def test_a_run_with_a_damaged_file_ends_with_the_same_weights_or_an_error(
 ) -> None:
     stopped, whole = runs
     wanted = weights(whole)
-    for path, name, damage, marks in list(resumed(stopped[stage]))[first::every]:
+    for path, name, damage in list(resumed(stopped[stage]))[first::every]:
         out = tmp_path / "out"
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(stopped[stage], out)
         there = out / path.relative_to(stopped[stage])
         spoil(there, damage)
-        if marks:
-            files._mark(there.parent)
         try:
             found = weights(run.resume(out).model)
         except PosencError as error:

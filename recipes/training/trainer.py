@@ -18,7 +18,6 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from transformers.integrations import get_available_reporting_integrations
 
 from hf_posenc.errors import RecipeError
-from hf_posenc.patches.atomic_files import reading
 from hf_posenc.recipes.data.collation import Collator
 from hf_posenc.recipes.loading import load, load_config
 from hf_posenc.recipes.processes import processes
@@ -30,7 +29,6 @@ from hf_posenc.recipes.training.rates import with_rates
 # Adam's default, 0.999, averages over a thousand steps, which is too slow for a few hundred.
 _ADAM_BETA2 = 0.98
 _LOG_EVERY, _LOGS = 10, 50
-DAMAGED = " Remove it to go on from an earlier checkpoint, or from the start."
 
 
 def adaptation_trainer(
@@ -238,18 +236,6 @@ class AdaptationTrainer(Distilling, Trainer):
             self.optimizer = kind(self._groups(model or self.model), **arguments)
         optimizer: torch.optim.Optimizer = self.optimizer
         return optimizer
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        with reading(resume_from_checkpoint, DAMAGED):
-            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with reading(str(checkpoint), DAMAGED):
-            super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        with reading(str(checkpoint), DAMAGED):
-            super()._load_rng_state(checkpoint)
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Return the scheduler of the optimizer, after giving that the parameters of a sharded model.

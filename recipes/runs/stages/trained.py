@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -16,8 +15,6 @@ from torch import nn
 from transformers import TrainerCallback, TrainerState, default_data_collator
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_posenc.errors import shown
-from hf_posenc.patches.atomic_files import reading
 from hf_posenc.recipes import layout
 from hf_posenc.recipes.data.collation import Collator, PositionSkipping
 from hf_posenc.recipes.processes import processes, sharding
@@ -29,7 +26,6 @@ from hf_posenc.recipes.runs.stages.base import Case, Context, Stage, Work
 from hf_posenc.recipes.schema.recipe import Recipe, StageName, Training
 from hf_posenc.recipes.training.rates import Name, with_rates
 from hf_posenc.recipes.training.trainer import (
-    DAMAGED,
     AdaptationTrainer,
     adaptation_trainer,
     check_loggers,
@@ -202,14 +198,8 @@ def go_on(trainer: AdaptationTrainer, checkpoint: Path | None) -> None:
     if checkpoint is None:
         trainer.train()
         return
-    with reading(str(checkpoint), DAMAGED):
-        # Trainer takes integers for floats: one beyond their range is damage that it would only meet later.
-        json.loads((checkpoint / TRAINER_STATE_NAME).read_bytes(), parse_int=lambda digits: float(int(digits)))
-        state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-        if state.global_step != files.step_of(checkpoint):
-            raise ValueError(f"it is of step {shown(state.global_step)}")
-        if not isinstance(state.best_model_checkpoint, str | None):
-            raise ValueError(f"its best_model_checkpoint is {shown(state.best_model_checkpoint)}")
+    # Its files are those that were written: `files.last` compares their checksums.
+    state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
     if state.global_step < trainer.args.max_steps:
         trainer.train(resume_from_checkpoint=str(checkpoint))
         return
