@@ -67,7 +67,7 @@ def test_a_stopped_run_is_estimated_from_where_it_goes_on(tmp_path: Path, monkey
     recipe, quiet = read_recipe("swap", ["scheme=fire", *SMALL]), Console(file=io.StringIO())
     with monkeypatch.context() as patching:
         patching.setattr(run.report, "write", stop)
-        patching.setattr("hf_posenc.recipes.runs.run.judge", stop)
+        patching.setattr(run.report, "judge", stop)
         with pytest.raises(KeyboardInterrupt):
             run.train(recipe, tmp_path / "out", console=quiet)
     run.resume(tmp_path / "out", console=quiet)

@@ -29,11 +29,10 @@ from hf_posenc.recipes.evaluation.grid import successes as shares
 from hf_posenc.recipes.evaluation.recall import RECALLS
 from hf_posenc.recipes.evaluation.verdict import ORIGINAL, VERBS
 from hf_posenc.recipes.goals import read_recipe
-from hf_posenc.recipes.runs import advice, report
-from hf_posenc.recipes.runs.advice import judge
+from hf_posenc.recipes.runs import report
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.runs.progress import Pace
-from hf_posenc.recipes.runs.report import Results
+from hf_posenc.recipes.runs.report import Results, control_of, judge
 from hf_posenc.recipes.runs.request import Request
 from hf_posenc.recipes.training import layers
 
@@ -202,7 +201,7 @@ def two_models(native: float, after: float, *, far: float = 3.0, noise: float = 
         (2.0, 0.1, "as good", False, "Fire is as good as the original: at"),
         (2.0, 1.0, "as good", False, "Fire is as good as the original, as far as 32 windows can tell: at"),
         (2.05, 0.001, "worse", False, "Fire is significantly worse"),
-        (2.5, 0.001, "worse", True, "not ready for use. Train it longer: 2,000,000 tokens of training were measured"),
+        (2.5, 0.001, "worse", True, "not ready for use. Train it longer (steps), or convert fewer layers"),
         # Too few windows to be sure do not make a bad model a good one.
         (2.5, 2.0, "worse", True, "Fire is worse than"),
         (math.inf, 0.001, "worse", True, "The training diverged."),
@@ -280,7 +279,6 @@ def test_the_control_is_the_measure_where_there_is_one() -> None:
     verdict = judge(good, FACTS, control)
     assert verdict.grade == "worse"
     assert "worse than the control" in str(verdict)
-    assert "than the original" in str(judge(good, FACTS, two_models(2.0, 1.8, count=31)))  # not the same windows
     assert "train a control" in str(judge(good, FACTS))
     assert "train a control" not in str(verdict) + str(judge(good, facts_with(conversion={"scheme": None})))
     assert judge(good, facts_with(conversion={"scheme": None, "rope": {"rope_type": "yarn"}})).wants_control
@@ -306,16 +304,19 @@ def test_the_control_is_found_beside_the_run(tmp_path: Path) -> None:
         (tmp_path / name / layout.RECIPE).write_text(each.text(), encoding="utf-8")
         written = Measurements(tmp_path / name / layout.MEASUREMENTS)
         written.record(ORIGINAL, two_models(len(name), 2.0).results(ORIGINAL))
-    found = advice.control_of(tmp_path / "fire", recipe, "it")
+    own = Measurements()
+    found = control_of(tmp_path / "fire", recipe, own)
     assert torch.equal(found.at(ORIGINAL).samples, two_models(len("z-control"), 2.0).at(ORIGINAL).samples)
-    assert advice.control_of(tmp_path / "b-yarn", recipes["b-yarn"], "it") is not None
-    assert advice.control_of(tmp_path / "z-control", control, "it") is None
+    assert control_of(tmp_path / "b-yarn", recipes["b-yarn"], own) is not None
+    assert control_of(tmp_path / "z-control", control, own) is None
+    assert control_of(tmp_path / "fire", recipe, two_models(2.0, 1.8)) is None  # not the same windows
+    (tmp_path / "fire" / layout.RUN).write_text('{"text": "one"}', encoding="utf-8")
     record = tmp_path / "z-control" / layout.RUN
     record.write_text('{"text": "another"}', encoding="utf-8")
-    assert advice.control_of(tmp_path / "fire", recipe, "it") is None
+    assert control_of(tmp_path / "fire", recipe, own) is None
     record.unlink()
     (tmp_path / "z-control" / layout.MODEL).rmdir()
-    assert advice.control_of(tmp_path / "fire", recipe, "it") is None
+    assert control_of(tmp_path / "fire", recipe, own) is None
 
 
 def test_a_bad_run_is_not_offered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,12 @@
-"""Report of a run: a table, a picture, a page and the model card."""
+"""The verdict on a run with the next step, and its report: a table, a picture, a page and the model card."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,95 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from matplotlib.figure import Figure
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
+from hf_posenc.errors import PosencError
 from hf_posenc.patches.atomic_files import published, write_text
 from hf_posenc.patches.model_card import TASKS, base_and_licence, encoding_section, name_of, on_the_hub
 from hf_posenc.recipes.data.sources import BUILTIN
+from hf_posenc.recipes.evaluation import verdict
 from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, Grid, table
 from hf_posenc.recipes.evaluation.perplexity import TARGETS
 from hf_posenc.recipes.evaluation.recall import RECALLS
 from hf_posenc.recipes.evaluation.report import Section, panel
 from hf_posenc.recipes.evaluation.verdict import CONTROL, ORIGINAL, Verdict, nearest
+from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.intervals import Interval
+from hf_posenc.recipes.layout import MEASUREMENTS, MODEL, RECIPE
 from hf_posenc.recipes.reports import Table, render
 from hf_posenc.recipes.reports.curves import Panel, lines_figure, trained_mark
 from hf_posenc.recipes.runs.facts import Facts, rows
+from hf_posenc.recipes.runs.files import TEXT, record_of
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.runs.progress import Pace
 from hf_posenc.recipes.schema.recipe import Recipe
 
 TABLE, PICTURE, PAGE = "table.md", "perplexity.png", "report.html"
+# Settings of a training that a control does without, or that change no result.
+_OF_A_SWAP = dict.fromkeys(("micro_batch_size", "gradient_checkpointing", "skip_to", "scheme_learning_rate"))
+
+
+# -- the verdict -------------------------------------------------------------------------------------------------------
+
+
+def judge(measurements: Measurements, facts: Facts, control: Measurements | None = None) -> Verdict | None:
+    """Compare a trained model with its control, or else with the original; `None` if nothing was measured."""
+    own, other = measurements.results("after"), ORIGINAL if control is None else CONTROL
+    rival = measurements.results(ORIGINAL) if control is None else control.results("after")
+    name = facts.encoding or "the trained model"
+    found = verdict.judge(own, rival, facts.trained_length, name=name, other=f"the {other}")
+    if found is None:
+        return None
+    after, wanted = own["perplexity"], max(facts.trained_length, facts.reach)
+    farthest = max(after.points)
+    unmeasured = (
+        f"Measured up to {farthest:,} of the {wanted:,} tokens that the run is for (evaluation.contexts=[{wanted}] "
+        "measures the rest).",
+    ) * (farthest < wanted)
+    # Of the scheme's weights alone, nothing is left to train in a control.
+    is_scheme_alone = facts.trained_parameters == facts.new_parameters
+    wants_control = control is None and facts.encoding is not None and not is_scheme_alone and not found.is_bad
+    if not after.at(nearest(after.points, facts.trained_length)).is_known:
+        advice = "The training diverged. Train again with lower rates: training.learning_rate, scheme_learning_rate."
+    elif found.is_bad:
+        more = "Train more weights (adapter=lora)" if is_scheme_alone else "Train it longer (steps)"
+        advice = f"It is not ready for use. {more}, or convert fewer layers: `hf-posenc layers` says which cost most."
+        advice += " conversion.native=keep keeps the native encoding, too." * (facts.fate != "kept")
+    elif wants_control:
+        advice = (
+            "The original had no such training. To tell what the encoding did, train a control, too: the same run "
+            "without a swap, in a folder next to this one."
+        )
+    else:
+        advice = "To compare it by other measures, use hf-posenc eval."
+    return replace(found, sentences=(*unmeasured, *found.sentences), advice=advice, wants_control=wants_control)
+
+
+def control_of(folder: Path, recipe: Recipe, measurements: Measurements) -> Measurements | None:
+    """Return the measurements of a finished run next to this one, which trained the same and changed no encoding.
+
+    It was measured on the same windows.
+    """
+
+    def training(each: Recipe) -> list[Any]:
+        stages = ({**asdict(part), **_OF_A_SWAP} for part in (each.training, each.lengthen))
+        return [each.model, each.data, each.adapter, *stages]
+
+    def shape(each: Measurements) -> Any:
+        return (grid := each.curve("after")) and (grid.axes, grid.samples.shape)
+
+    changes = recipe.conversion.scheme is not None or recipe.conversion.rope
+    folder, text = folder.resolve(), record_of(folder).get(TEXT)
+    for path in sorted(folder.parent.glob(f"*/{RECIPE}")) if changes else ():
+        if path.parent != folder and (path.parent / MODEL).is_dir():
+            with contextlib.suppress(PosencError):
+                other = read_recipe(path)
+                alike = training(other) == training(recipe) and record_of(path.parent).get(TEXT, text) == text
+                if other.conversion.scheme is None and not other.conversion.rope and alike:
+                    found = Measurements.load(path.parent / MEASUREMENTS, writes=False)
+                    return found if shape(found) == shape(measurements) else None
+    return None
+
+
+# -- table, picture and page -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -63,23 +136,16 @@ class Results:
     def models(self) -> dict[str, Grid]:
         return {name: results["perplexity"] for name, results in self.measured().items()}
 
-    def recalls(self) -> list[Table]:
-        """Return the table of what the models copy and recall; none without."""
-        known = {
-            name: grid for results in self.measured().values() for name, grid in results.items() if name in RECALLS
-        }
-        if not known:
-            return []
-        grid = next(iter(known.values()))
-        caption = (
-            f"Share of random tokens copied, and of values recalled by their keys (%), in {grid.samples.shape[-1]} "
-            f"sequences of {grid.points[0]:,} tokens:"
-        )
-        rows = [
-            [label, *(results[name].write(results[name].points[0]) if name in results else "-" for name in known)]
-            for label, results in self.measured().items()
-        ]
-        return [Table(["", *known], rows, caption)]
+    def tables(self) -> list[Table]:
+        """Return the tables of perplexity, and of what the models copy and recall; none if nothing was measured."""
+        models = {name: (grid,) for name, grid in self.models().items()}
+        found = list(Section("perplexity", "", "", models).tables()) if models else []
+        for name, kind in RECALLS.items():
+            grids = {label: results[name] for label, results in self.measured().items() if name in results}
+            if grids:
+                count = next(iter(grids.values())).samples.shape[-1]
+                found.append(table(grids, f"{kind.title}: right tokens (%) in {count} sequences:"))
+        return found
 
     def losses(self) -> list[tuple[int, float]]:
         """Return steps and losses on the text; a mixed loss would rise while its teacher fades."""
@@ -89,16 +155,14 @@ class Results:
         facts, models = self.facts, self.models()
         how = f"with {facts.encoding}" if facts.encoding else "trained as it is"
         first = next(iter(models.values()), None)
-        measured = Section("perplexity", "", "", {name: (grid,) for name, grid in models.items()})
         return {
             "title": f"{name_of(facts.recipe.model)} {how}",
             "facts": facts,
-            "perplexity": list(measured.tables()) if models else [],
+            "tables": self.tables(),
             "masked": first is not None and first.quantity == MASKED_PERPLEXITY,
             "targets": TARGETS,
             "windows": 0 if first is None else first.samples.shape[-1],
             "unread": len({grid.measured() for grid in models.values()}) > 1,
-            "recalls": self.recalls(),
             "losses": [loss for _, loss in self.losses()],
             "pace": self.pace,
             "verdict": self.verdict,
@@ -144,6 +208,9 @@ def _figure(results: Results) -> Figure:
             *(each for each in by_step if each.lines[trained]),
         ],
     )
+
+
+# -- the model card ----------------------------------------------------------------------------------------------------
 
 
 def model_card(results: Results, existing: str = "") -> str:

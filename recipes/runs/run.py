@@ -31,7 +31,6 @@ from hf_posenc.recipes.layout import CHECKPOINTS, MODEL, RECIPE, RUN
 from hf_posenc.recipes.loading import is_masked, load
 from hf_posenc.recipes.processes import enough_threads, processes
 from hf_posenc.recipes.runs import files, hybrids, report, stages
-from hf_posenc.recipes.runs.advice import control_of, is_comparable, judge
 from hf_posenc.recipes.runs.facts import Facts, print_header
 from hf_posenc.recipes.runs.files import has_begun, record_of
 from hf_posenc.recipes.runs.forecast import forecast, seconds_of, sized
@@ -202,10 +201,8 @@ def _finish(context: Context, work: Work) -> Outcome:
     """Judge the trained model, and write its report and the model itself."""
     recipe, facts, folder = context.case.recipe, work.facts, context.folder
     assert facts is not None
-    text = record_of(folder).get(files.TEXT, "")
-    control = control_of(folder, recipe, text)
-    control = control if control is not None and is_comparable(context.measurements, control) else None
-    verdict = judge(context.measurements, facts, control)
+    control = report.control_of(folder, recipe, context.measurements)
+    verdict = report.judge(context.measurements, facts, control)
     if recipe.evaluation.prompts:
         facts = replace(facts, writes=_compare(context, work))
     results = report.Results(context.measurements, facts, work.log, work.pace, verdict, control)
