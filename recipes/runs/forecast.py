@@ -22,9 +22,8 @@ from hf_posenc.recipes.memory import available, micro_batches, need
 from hf_posenc.recipes.processes import enough_threads, processes
 from hf_posenc.recipes.runs import hybrids, stages
 from hf_posenc.recipes.runs.facts import Facts
-from hf_posenc.recipes.runs.stages.adapt import Adapt
 from hf_posenc.recipes.runs.stages.base import Case, Work
-from hf_posenc.recipes.runs.stages.convert import Convert
+from hf_posenc.recipes.runs.stages.prepared import Adapt, Convert
 from hf_posenc.recipes.runs.stages.trained import Trained
 from hf_posenc.recipes.schema.recipe import Recipe, StageName
 from hf_posenc.recipes.training.trainer import AdaptationTrainer, divide_batch

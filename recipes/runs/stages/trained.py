@@ -1,4 +1,4 @@
-"""Base of the stages that train: settings, checkpoints and trainer."""
+"""Stages that train: what all have, the training itself, and long windows after it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from transformers import TrainerCallback, TrainerState, default_data_collator
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_posenc.recipes import layout
-from hf_posenc.recipes.data.collation import Collator, PositionSkipping
+from hf_posenc.recipes.data.collation import Collator, MixedLengths, PositionSkipping
 from hf_posenc.recipes.processes import processes, sharding
 from hf_posenc.recipes.reports import counted
 from hf_posenc.recipes.runs import files
 from hf_posenc.recipes.runs.measurements import Measuring
 from hf_posenc.recipes.runs.progress import Progress
 from hf_posenc.recipes.runs.stages.base import Case, Context, Stage, Work
-from hf_posenc.recipes.schema.recipe import Recipe, StageName, Training
+from hf_posenc.recipes.schema.recipe import Distillation, Recipe, StageName, Training
 from hf_posenc.recipes.training.rates import Name, with_rates
 from hf_posenc.recipes.training.trainer import (
     AdaptationTrainer,
@@ -191,6 +191,52 @@ class Trained(Stage):
         elif has_new:
             rates = f"rates {training.learning_rate:.2g} and {training.scheme_learning_rate:.2g} (scheme)"
         return f"{self.words}: {size}, {rates}"
+
+
+class Train(Trained):
+    """Training, in which the scheme is brought in, and the teacher restores what the model could do."""
+
+    section = "training"
+    words = "training"
+
+    @property
+    def rates(self) -> tuple[Name, bool]:
+        conversion, transfers = self.recipe.conversion, "transfer" in self.recipe.stages()
+        learned = conversion.scheme is None or conversion.fit is not None or transfers
+        is_refining = transfers and self.recipe.moves_projections
+        return "refining" if is_refining else self.section, learned or conversion.native == "keep"
+
+    def plain(self, model: Any) -> Recipe:
+        return self.recipe
+
+    def folder(self, context: Context) -> Path:
+        return context.checkpoints
+
+    @property
+    def saves_end(self) -> bool:
+        return "lengthen" in self.recipe.stages()
+
+
+class Lengthen(Trained):
+    """Training on long windows, mixed with short ones so that these are not unlearned.
+
+    It keeps the teacher, or would undo a part of what that taught; but not one that has faded, nor an encoder-decoder,
+    which would read the windows whole, beyond its trained length.
+    """
+
+    section = "lengthen"
+    words = "long windows"
+
+    def plain(self, model: Any) -> Recipe:
+        has_teacher = not self.recipe.distillation.until and not model.config.is_encoder_decoder
+        plain = super().plain(model)
+        return plain if has_teacher else replace(plain, distillation=Distillation())
+
+    def collate(self, case: Case) -> Collator | None:
+        # Encoders as they were cannot tell the parts apart.
+        found = super().collate(case)
+        seed, share = self.recipe.training.seed, self.recipe.lengthen.short
+        return MixedLengths(case.length, share=share, seed=seed) if found is None else found
 
 
 def go_on(trainer: AdaptationTrainer, checkpoint: Path | None) -> None:
