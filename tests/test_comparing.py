@@ -20,9 +20,8 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc import OptionError, RecipeError, UnknownSchemeError, cli
-from hf_posenc.recipes.comparison import findings as examining
-from hf_posenc.recipes.comparison.findings import Findings
-from hf_posenc.recipes.comparison.recommendation import recommend
+from hf_posenc.recipes.comparison import run as examining
+from hf_posenc.recipes.comparison.recommendation import Findings, recommend
 from hf_posenc.recipes.comparison.run import contestants
 from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid, share
 from hf_posenc.recipes.evaluation.report import Report, Section
@@ -215,9 +214,9 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(
 
     load_model = examining.Subject.load
 
-    def stop(subject: Any, *given: Any) -> Any:
-        if subject.name == CONTROL:
-            return load_model(subject, *given)
+    def stop(subject: Any, *given: Any, **named: Any) -> Any:
+        if subject.name in (CONTROL, ORIGINAL):
+            return load_model(subject, *given, **named)
         other = CliRunner().invoke(cli.app, typed)
         assert "another process" in other.output
         return os.kill(os.getpid(), signal.SIGTERM)

@@ -3,14 +3,12 @@
     found = compare("tiny-llama", "comparison", schemes=("fire", "alibi"), budget=300)
     print(*found.recommendation.sentences, sep="\n")
 
-`findings` measures each model, `recommendation` draws conclusions, and `run` makes the recipes, does all of it and
-writes the report.
+`recommendation` draws conclusions, and `run` does all before: it makes the recipes, trains, measures and reports.
 """
 
 from __future__ import annotations
 
-from hf_posenc.recipes.comparison.findings import Findings
-from hf_posenc.recipes.comparison.recommendation import Recommendation
+from hf_posenc.recipes.comparison.recommendation import Findings, Recommendation
 from hf_posenc.recipes.comparison.run import Comparison, compare
 
 __all__ = ["Comparison", "Findings", "Recommendation", "compare"]

@@ -15,11 +15,32 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from hf_posenc.recipes.comparison.findings import Findings
+from hf_posenc.recipes.evaluation.grid import Grid
+from hf_posenc.recipes.evaluation.report import Report
 from hf_posenc.recipes.evaluation.verdict import CONTROL, Verdict, judge
 
 ACCEPTABLE = 1.02
 SHORT = 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class Findings:
+    """The results of all measures on one model."""
+
+    name: str
+    report: Report
+
+    @property
+    def perplexity(self) -> Grid:
+        return self.results["perplexity"]
+
+    @property
+    def results(self) -> Mapping[str, Grid]:
+        return self.report.results(self.name)
+
+    @property
+    def windows(self) -> int:
+        return self.perplexity.samples.shape[-1]
 
 
 @dataclass(frozen=True)

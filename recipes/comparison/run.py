@@ -22,24 +22,27 @@ from hf_posenc.errors import OptionError, RecipeError, StorageError, shown
 from hf_posenc.patches.atomic_files import OutputError, published, write_text
 from hf_posenc.patches.plan import plan
 from hf_posenc.recipes import durations, library, storage
-from hf_posenc.recipes.comparison.findings import Examiner, Findings
-from hf_posenc.recipes.comparison.recommendation import SHORT, Recommendation, recommend
+from hf_posenc.recipes.comparison.recommendation import SHORT, Findings, Recommendation, recommend
 from hf_posenc.recipes.data.windows import Prepared, load_data
-from hf_posenc.recipes.evaluation.perplexity import TARGETS
+from hf_posenc.recipes.evaluation import evaluate
+from hf_posenc.recipes.evaluation.generation import Generation
+from hf_posenc.recipes.evaluation.perplexity import TARGETS, contexts_for
 from hf_posenc.recipes.evaluation.verdict import CONTROL, ORIGINAL
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.layout import MEASUREMENTS, MODEL, RECIPE
-from hf_posenc.recipes.loading import auto_class, load
+from hf_posenc.recipes.loading import auto_class, load, trained_length
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.reports import Table, counted, render, versions
 from hf_posenc.recipes.runs import hybrids, run
 from hf_posenc.recipes.runs.files import check_writable, record_of, take
 from hf_posenc.recipes.runs.forecast import seconds_for
 from hf_posenc.recipes.runs.measurements import Measurements
+from hf_posenc.recipes.runs.request import Request, Subject, check_measures
 from hf_posenc.recipes.schema import checks, fields
 from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Evaluation, Recipe, Transfer
+from hf_posenc.recipes.training.adapter import trained_dtype
 
-REQUEST, RUNS = "comparison.json", "runs"
+REQUEST, RUNS, FINDINGS = "comparison.json", "runs", "results.json"
 # Keys that overrides must not change, with the reasons.
 _SETTLED = {
     "model": "it is the model that is compared",
@@ -110,8 +113,6 @@ def compare(
     loaded, tokenizer = load(model)
     config, parameters = loaded.config, loaded.num_parameters()
     del loaded
-    if measures is None:
-        measures = ("induction", "mqar") if auto_class(config) is AutoModelForCausalLM else ()
     recipes = contestants(model, config, schemes=schemes, budget=budget, overrides=overrides, samples=samples)
     control = recipes[CONTROL]
     length = control.training.length
@@ -119,7 +120,7 @@ def compare(
     data = load_data(control.data, tokenizer, length=length, seed=control.training.seed, config=config)
     if console is not None and not (folder / REQUEST).is_file():
         _tell_time(recipes, data, length, console)
-    examiner = Examiner(control, config, tokenizer, data, measures=measures, samples=samples, console=console)
+    examiner = Examiner(control, config, tokenizer, data, asked)
     if not (folder / REQUEST).is_file():
         (folder / RUNS).mkdir(parents=True, exist_ok=True)
         storage.save(asked, folder / REQUEST)
@@ -127,13 +128,13 @@ def compare(
     # Of two at once, each would report as failed what the other trains.
     take(lock, folder)
     try:
-        original = examiner.examine(ORIGINAL, folder / "untrained")
+        original = examiner.examine(ORIGINAL, folder / "untrained", console)
         found, failed = _complete(recipes, examiner, folder, console)
     finally:
         lock.release()
     tokens = control.training.batch_size * length
     is_short = budget * tokens < SHORT * parameters
-    recommendation = recommend(found, examiner.trained, max(examiner.contexts), is_short=is_short)
+    recommendation = recommend(found, examiner.trained, examiner.farthest, is_short=is_short)
     made = {
         "model": model,
         "budget": budget,
@@ -203,7 +204,7 @@ def _complete(
         try:
             again = shlex.join(["hf-posenc", "train", str(place / RECIPE), "--out", "FOLDER"])
             run.train(recipe, place, console=console, command=again)
-            found[name] = examiner.examine(name, place)
+            found[name] = examiner.examine(name, place, console)
         # The failure of one scheme must not stop the others.
         except Exception as error:
             if name == CONTROL or isinstance(error, StorageError):
@@ -216,6 +217,52 @@ def _complete(
         gc.collect()
         torch.cuda.empty_cache()
     return found, failed
+
+
+class Examiner:
+    """Measurement of models by the same measures on the same text: that of the control, also for its contexts.
+
+    Raise `OptionError` if a measure is unknown, or the text is too short.
+    """
+
+    def __init__(self, control: Recipe, config: Any, tokenizer: Any, data: Prepared, asked: Mapping[str, Any]) -> None:
+        if (measures := asked["measures"]) is None:
+            measures = ("induction", "mqar") if auto_class(config) is AutoModelForCausalLM else ()
+        check_measures(measures)
+        own, samples = trained_length(config) or control.training.length, asked["samples"]
+        assert own is not None
+        try:
+            contexts, _ = contexts_for(own, len(data.held_out), windows=samples)
+        except RecipeError:  # It names keys that all contestants share.
+            contexts = ()
+        if own not in contexts:
+            raise OptionError(
+                f"The trained length is {own} tokens, and the held-out text has {len(data.held_out):,}; expected at "
+                f"least {TARGETS}, and a text for {samples} windows. Give more text, or fewer samples."
+            )
+        every = tuple(dict.fromkeys(("perplexity", *measures)))
+        request = Request((CONTROL,), every, contexts=contexts, trained_length=own, samples=samples)
+        self.trained, self.farthest = own, max(contexts)
+        self._measures = request.made_for(tokenizer, data.held_out, data.corrupt)
+        self._comparing = [measure for measure in self._measures if isinstance(measure, Generation)]
+        self._control = control
+
+    def examine(self, name: str, folder: Path, console: Console | None) -> Findings:
+        """Return the findings of a finished run, or of the `ORIGINAL` model, which are kept in a folder."""
+        path, device = folder / FINDINGS, processes().device
+        if not path.is_file():
+            folder.mkdir(exist_ok=True)
+            original = Subject(ORIGINAL, self._control.model)
+            subject = original if name == ORIGINAL else Subject(name, str(folder / MODEL))
+            dtype = trained_dtype(self._control.adapter).get("dtype")  # as all contestants
+            # A process that goes on with a comparison has not measured what others are compared with.
+            for measure in self._comparing if name != ORIGINAL else ():
+                measure(original.load(device, dtype=dtype))
+            self._comparing = []
+            model = subject.load(device, dtype=dtype if name == ORIGINAL else None)
+            storage.save(Findings(name, evaluate({name: model}, self._measures, console=console)), path)
+        found: Findings = storage.load(Findings, path, "Remove it to measure again.")
+        return found
 
 
 # -- who takes part ----------------------------------------------------------------------------------------------------
