@@ -12,6 +12,7 @@ from rich.console import Console
 from hf_posenc import __version__
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.layout import MEASUREMENTS
+from hf_posenc.recipes.reports import say
 from hf_posenc.recipes.runs import run as runs
 from hf_posenc.recipes.runs.measurements import LABEL, Measurements, heading, line
 
@@ -45,12 +46,12 @@ def run(folder: Path, console: Console, *, scheme: str, steps: int, windows: int
     }
     for label, (found, which) in rows.items():
         results = found.results(which)
-        lines = [heading(results)] * (label == "original") + [line(label, results)]
-        for text in lines:
-            console.print(text, highlight=False, markup=False, soft_wrap=True)
+        if label == "original":
+            say(console, heading(results))
+        say(console, line(label, results))
     # Its advice names keys of recipes, which the demo does not take.
     sentences = () if outcome.verdict is None else outcome.verdict.sentences
-    console.print(f"\n{' '.join(sentences)}\n", highlight=False, markup=False)
+    say(console, f"\n{' '.join(sentences)}\n")
     (folder / MARKER).write_text(
         f"Written by hf-posenc {__version__} demo; the next demo may replace it.\n", encoding="utf-8"
     )

@@ -16,7 +16,7 @@ from rich.console import Console
 from transformers import Trainer, TrainerControl, TrainerState
 
 import hf_posenc
-from hf_posenc.recipes.runs.facts import Facts, print_header
+from hf_posenc.recipes.runs.facts import Facts, header
 from hf_posenc.recipes.runs.progress import Progress
 from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Recipe, Training
 
@@ -46,17 +46,17 @@ FACTS = Facts(
 )
 
 HEADER = """\
-model    tiny-llama (llama, 468,600 parameters, trained on 128 tokens)
-scheme   fire on 4 decoder layers
-options  threshold=64.0, gate=False
-native   rotary encoding (RoPE): removed
-start    break, after a fit to the native encoding
-trained  all weights: 468,600 parameters, 792 of them new
-tokens   409,600 (200 steps x 16 windows x 128 tokens)
-data     builtin, 1,000,000 training tokens, 0.41 epochs
-teacher  the original (loss weight 0.5)
-compute  2 x CPU with 2 threads, bfloat16
-caution  The patched model computes another function and must be adapted.
+model      tiny-llama (llama, 468,600 parameters, trained on 128 tokens)
+scheme     fire on 4 decoder layers
+options    threshold=64.0, gate=False
+native     rotary encoding (RoPE): removed
+start      break, after a fit to the native encoding
+trained    all weights: 468,600 parameters, 792 of them new
+tokens     409,600 (200 steps x 16 windows x 128 tokens)
+data       builtin, 1,000,000 training tokens, 0.41 epochs
+teacher    the original (loss weight 0.5)
+compute    2 x CPU with 2 threads, bfloat16
+caution    The patched model computes another function and must be adapted.
 """
 
 
@@ -70,9 +70,7 @@ def facts_with(facts: Facts = FACTS, **changes: Any) -> Facts:
 
 
 def shown(facts: Facts) -> str:
-    console = Console(record=True, width=100, file=io.StringIO())
-    print_header(console, facts)
-    return "".join(f"{line.rstrip()}\n" for line in console.export_text().splitlines())
+    return "".join(f"{line}\n" for line in header(facts))
 
 
 def test_header() -> None:

@@ -94,5 +94,5 @@ def test_eval_says_its_lengths_and_its_time_and_compare_and_layers_too(tmp_path:
     told = CliRunner().invoke(cli.app, ["layers", "tiny-llama", "kerple", "--steps", "2", "--length", "32"])
     assert "for 2 steps and 4 layers" in told.stderr
     shown = CliRunner().invoke(cli.app, ["train", "swap", "scheme=fire", *SMALL, "--dry-run"]).stdout
-    assert "time             about" in shown
+    assert "time       about" in shown
     assert "(training " in shown

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_posenc import registry
 from hf_posenc.errors import OptionError, RecipeError, StorageError, shown
-from hf_posenc.patches.atomic_files import OutputError, published, write_text
+from hf_posenc.patches.atomic_files import OutputError, write_text
 from hf_posenc.patches.plan import plan
 from hf_posenc.recipes import durations, library, storage
 from hf_posenc.recipes.comparison.recommendation import SHORT, Findings, Recommendation, recommend
@@ -32,7 +32,8 @@ from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.layout import MEASUREMENTS, MODEL, RECIPE
 from hf_posenc.recipes.loading import auto_class, load, trained_length
 from hf_posenc.recipes.processes import processes
-from hf_posenc.recipes.reports import Table, counted, render, versions
+from hf_posenc.recipes.reports import Table, counted, render, say, versions
+from hf_posenc.recipes.reports.curves import save_figure
 from hf_posenc.recipes.runs import hybrids, run
 from hf_posenc.recipes.runs.files import check_writable, record_of, take
 from hf_posenc.recipes.runs.forecast import seconds_for
@@ -166,7 +167,7 @@ def _tell_time(recipes: Mapping[str, Recipe], data: Prepared, length: int, conso
         texts = {stage.length or length: data for stage in recipe.stages().values()}
         with contextlib.suppress(Exception):  # Whatever it is, it fails in its turn, which names the scheme.
             found[name] = sum(seconds_for(recipe, texts).values())
-    console.print(f"time: {durations.listed(found)}, and measuring", highlight=False, markup=False, soft_wrap=True)
+    say(console, f"time: {durations.listed(found)}, and measuring")
 
 
 def _check_folder(folder: Path, asked: Mapping[str, Any]) -> None:
@@ -210,8 +211,7 @@ def _complete(
             if name == CONTROL or isinstance(error, StorageError):
                 raise
             failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())}".removeprefix("RuntimeError: ")
-            if console is not None:
-                console.print(f"{name} failed: {failed[name]}", style="red", markup=False)
+            say(console, f"{name} failed: {failed[name]}", "red")
         done += is_new
         # A trainer holds its model in a reference cycle. Free it before the next one is loaded.
         gc.collect()
@@ -389,8 +389,7 @@ def _write(folder: Path, found: Mapping[str, Findings], **known: Any) -> None:
         for section in found[CONTROL].report.sections
     ]
     for section in sections:
-        with published(folder / PICTURES / section.picture) as draft:
-            section.figure().savefig(draft, format="png")
+        save_figure(section.figure(), folder / PICTURES / section.picture)
     values: dict[str, Any] = {
         "schemes": counted(len(found) - len({CONTROL, ORIGINAL}), "scheme"),
         "sections": sections,

@@ -24,6 +24,7 @@ from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.evaluation.report import Report, Section
 from hf_posenc.recipes.loading import auto_class
 from hf_posenc.recipes.processes import processes
+from hf_posenc.recipes.reports import say
 from hf_posenc.recipes.reports.curves import Mark
 
 # The tensors of one sample, without a batch axis.
@@ -213,7 +214,7 @@ def evaluate(
         if console is not None:
             left = durations.words((len(models) - row) * sum(each.seconds(loaded, batch_size) for each in measures))
             others = f" for {len(models) - row} models as fast as {name}" if row < len(models) - 1 else ""
-            console.print(f"time: {left}{others}, less where a model is no better than guessing", highlight=False)
+            say(console, f"time: {left}{others}, less where a model is no better than guessing")
         for done, measure in enumerate(measures, start=1 + row * len(measures)):
             what = f"{name}: {measure.name}"
             bar: Callable[[Any], Iterable[Any]] = iter
@@ -221,9 +222,7 @@ def evaluate(
                 show = partial(track, transient=True) if console.is_terminal else _lines
                 bar = partial(show, description=what, console=console)
             found[measure.name][name] = measure(loaded, Workers(batch_size=batch_size, progress=bar))
-            if console is not None:
-                text = f"{what} ({done / total:.0%} after {time.monotonic() - started:.0f} s)"
-                console.print(text, highlight=False, markup=False)
+            say(console, f"{what} ({done / total:.0%} after {time.monotonic() - started:.0f} s)")
         # Free its memory before the next one is loaded.
         del loaded
     sections = (Section(each.name, each.title, each.note, found[each.name], each.mark) for each in measures)
@@ -236,5 +235,5 @@ def _lines(batches: Sequence[Any], *, description: str, console: Console) -> Ite
     for done, batch in enumerate(batches):
         if time.monotonic() - shown >= _INTERVAL:
             shown = time.monotonic()
-            console.print(f"{description}, {done} of {len(batches)} batches", highlight=False, markup=False)
+            say(console, f"{description}, {done} of {len(batches)} batches")
         yield batch

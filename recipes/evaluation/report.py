@@ -14,11 +14,11 @@ from matplotlib.figure import Figure
 from pydantic import WrapSerializer
 
 from hf_posenc.errors import PosencError
-from hf_posenc.patches.atomic_files import published, write_text
+from hf_posenc.patches.atomic_files import write_text
 from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, PERPLEXITY, Grid, table
 from hf_posenc.recipes.evaluation.verdict import Verdict, judge
 from hf_posenc.recipes.reports import Table, render
-from hf_posenc.recipes.reports.curves import Mark, Panel, lines_figure
+from hf_posenc.recipes.reports.curves import Mark, Panel, lines_figure, save_figure
 from hf_posenc.recipes.storage import load, save
 
 DATA, TEXT = "report.json", "report.md"
@@ -122,8 +122,7 @@ class Report:
         folder = Path(folder)
         folder.mkdir(exist_ok=True)
         for section in self.sections:
-            with published(folder / section.picture) as draft:
-                section.figure().savefig(draft, format="png")
+            save_figure(section.figure(), folder / section.picture)
         save(self, folder / DATA)
         write_text(folder / TEXT, self.markdown())
 

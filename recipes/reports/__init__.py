@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich import box
+from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -29,6 +30,12 @@ _PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets")
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, in the plural unless it is one."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def say(console: Console | None, text: str, style: str | None = None) -> None:
+    """Print a text as it is, without a look for markup; nothing without a console."""
+    if console is not None:
+        console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)

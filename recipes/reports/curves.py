@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -14,6 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import offset_copy
 
+from hf_posenc.patches.atomic_files import published
 from hf_posenc.recipes.intervals import Interval
 from hf_posenc.recipes.reports import style
 
@@ -25,6 +27,12 @@ Mark = tuple[float, str]
 _ACROSS, _TICKS, _MARKED = 5, 8, 20
 # Horizontal offset between models at one point, and its maximum over all models, in points.
 _APART, _WIDEST = 2.5, 20.0
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a picture to a PNG file, whole or not at all."""
+    with published(path) as draft:
+        figure.savefig(draft, format="png")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Facts of a run before its first step, and the header that prints them."""
+"""Facts of a run before its first step, and the header that says them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from peft import PeftModel
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from transformers import PreTrainedModel
 
 from hf_posenc.patches import record
@@ -209,13 +206,9 @@ def _listed(values: Mapping[str, Any], form: str) -> str:
     return ", ".join(form.format(key, value) for key, value in values.items())
 
 
-def print_header(console: Console, facts: Facts) -> None:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows(facts):
-        table.add_row(Text(name), Text(value))
-    console.print(table)
+def header(facts: Facts) -> list[str]:
+    """Return the lines that a run prints first."""
+    return [f"{name:<10} {value}" for name, value in rows(facts)]
 
 
 def rows(facts: Facts) -> Iterator[tuple[str, str]]:

@@ -20,7 +20,7 @@ from hf_posenc.errors import RecipeError
 from hf_posenc.recipes import durations
 from hf_posenc.recipes.loading import auto_class, load
 from hf_posenc.recipes.processes import processes
-from hf_posenc.recipes.reports import counted
+from hf_posenc.recipes.reports import counted, say
 from hf_posenc.recipes.runs import files
 from hf_posenc.recipes.runs.stages.base import Case
 from hf_posenc.recipes.schema.recipe import Recipe
@@ -88,13 +88,13 @@ def measured(case: Case, console: Console | None = None) -> tuple[Recipe, Mappin
             special=case.tokenizer.all_special_ids,
             spared=[spared],
             seed=recipe.training.seed,
-            tell=lambda seconds: _say(console, f"measuring which layers cost least: {durations.words(seconds)}"),
+            tell=lambda seconds: say(console, f"measuring which layers cost least: {durations.words(seconds)}"),
         )
     # Rounding may differ between processes.
     [costs] = broadcast_object_list([costs])
     [layers] = costs.cheapest(spared).values()
     for words in (*sentences(costs, spared), f"cheapest layers: {', '.join(map(str, layers))}"):
-        _say(console, words)
+        say(console, words)
     kept = {"asked": conversion.layers, "layers": layers, "costs": asdict(costs)}
     return _with_layers(recipe, layers), {files.LAYERS: kept}
 
@@ -127,8 +127,3 @@ def _windows(case: Case) -> Tensor:
 
 def _with_layers(recipe: Recipe, layers: list[int]) -> Recipe:
     return replace(recipe, conversion=replace(recipe.conversion, layers=layers))
-
-
-def _say(console: Console | None, text: str) -> None:
-    if console is not None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -21,6 +21,7 @@ from hf_posenc.recipes.evaluation.recall import RECALLS, InductionCopy, recalls_
 from hf_posenc.recipes.evaluation.report import Report, Section
 from hf_posenc.recipes.evaluation.text import ordinary_tokens
 from hf_posenc.recipes.evaluation.verdict import ORIGINAL
+from hf_posenc.recipes.reports import say
 from hf_posenc.recipes.schema.recipe import Evaluation
 from hf_posenc.recipes.storage import load, save
 
@@ -188,9 +189,8 @@ class Measuring(TrainerCallback):
     def take(self, key: str | int, model: Any) -> Grid:
         """Measure a model unless it was measured before; print and return its perplexity."""
         if self._measurements.at(key) is None:
-            if self._console is not None and not self._has_heading:
-                # It may take minutes, before the first step.
-                self._console.print("measuring on held-out text ...", highlight=False)
+            if not self._has_heading:
+                say(self._console, "measuring on held-out text ...")  # It may take minutes, before the first step.
             devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
             with torch.random.fork_rng(devices=devices):
                 self._measurements.record(key, self._measure(model))
@@ -220,12 +220,8 @@ class Measuring(TrainerCallback):
         self.take(self._begins + state.global_step, model)
 
     def _print(self, key: str | int) -> None:
-        if self._console is None:
-            return
         results = self._measurements.results(key)
-        lines = [(line(key if isinstance(key, str) else f"step {key}", results), "")]
         if not self._has_heading:
-            lines.insert(0, (heading(results), "bold"))
-        for text, style in lines:
-            self._console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+            say(self._console, heading(results), "bold")
+        say(self._console, line(key if isinstance(key, str) else f"step {key}", results))
         self._has_heading = True

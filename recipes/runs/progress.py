@@ -16,6 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 from transformers import TrainerCallback
 
+from hf_posenc.recipes.reports import say
+
 
 @dataclass(frozen=True)
 class Pace:
@@ -104,9 +106,8 @@ class Progress(TrainerCallback):
         self._bar.stop()
 
     def _line(self, state: Any) -> None:
-        if self._console is not None and self._bar.disable:
-            line = ", ".join([f"step {state.global_step:,}/{state.max_steps:,}", *self._parts(state)])
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        if self._bar.disable:
+            say(self._console, ", ".join([f"step {state.global_step:,}/{state.max_steps:,}", *self._parts(state)]))
 
     def _parts(self, state: Any) -> Iterator[str]:
         if "loss" in self._logs:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 from hf_posenc.errors import PosencError
-from hf_posenc.patches.atomic_files import published, write_text
+from hf_posenc.patches.atomic_files import write_text
 from hf_posenc.patches.model_card import TASKS, base_and_licence, encoding_section, name_of, on_the_hub
 from hf_posenc.recipes.data.sources import BUILTIN
 from hf_posenc.recipes.evaluation import verdict
@@ -28,7 +28,7 @@ from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.intervals import Interval
 from hf_posenc.recipes.layout import MEASUREMENTS, MODEL, RECIPE
 from hf_posenc.recipes.reports import Table, render
-from hf_posenc.recipes.reports.curves import Panel, lines_figure, trained_mark
+from hf_posenc.recipes.reports.curves import Panel, lines_figure, save_figure, trained_mark
 from hf_posenc.recipes.runs.facts import Facts, rows
 from hf_posenc.recipes.runs.files import TEXT, record_of
 from hf_posenc.recipes.runs.measurements import Measurements
@@ -173,8 +173,7 @@ def write(folder: Path, results: Results) -> None:
     """Write table.md, perplexity.png, and both in report.html, each atomically."""
     facts = results.facts
     if results.models():
-        with published(folder / PICTURE) as draft:
-            _figure(results).savefig(draft, format="png")
+        save_figure(_figure(results), folder / PICTURE)
     course = {f"{step:,}": grid for step, grid in results.measurements.course()}
     by_step = table(course, "Perplexity by optimizer step:", "steps \\ tokens read") if len(course) > 2 else None
     values = {**results.values(), "course": by_step, "picture": PICTURE}

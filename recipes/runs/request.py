@@ -32,7 +32,7 @@ from hf_posenc.recipes.evaluation.verdict import LEAST
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.layout import MODEL, RECIPE
 from hf_posenc.recipes.processes import processes
-from hf_posenc.recipes.reports import versions
+from hf_posenc.recipes.reports import say, versions
 from hf_posenc.recipes.schema.recipe import Data
 
 MEASURES = ("perplexity", "induction", "mqar", "generation")
@@ -190,12 +190,9 @@ class Request:
         if knowing:
             caution = f"{text} is in the training text of {', '.join(knowing)}. Give a text that no model has seen."
             settings["caution"] = caution
-            if console is not None:
-                console.print(f"caution: {caution}", style="yellow", highlight=False, markup=False, soft_wrap=True)
-        if console is not None:
-            what = [f"{each.name} at {', '.join(f'{tokens:,}' for tokens, _, _ in each.pieces())}" for each in measures]
-            text = f"measuring {'; '.join(what)} tokens, {self.samples} samples each"
-            console.print(text, highlight=False, markup=False, soft_wrap=True)
+            say(console, f"caution: {caution}", "yellow")
+        what = [f"{each.name} at {', '.join(f'{tokens:,}' for tokens, _, _ in each.pieces())}" for each in measures]
+        say(console, f"measuring {'; '.join(what)} tokens, {self.samples} samples each")
         settings["versions"] = ", ".join(f"{name} {version}" for name, version in versions().items())
         return evaluate(models, measures, batch_size=self.batch_size, console=console, settings=settings)
 

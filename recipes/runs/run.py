@@ -30,8 +30,9 @@ from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.layout import CHECKPOINTS, MODEL, RECIPE, RUN
 from hf_posenc.recipes.loading import is_masked, load
 from hf_posenc.recipes.processes import enough_threads, processes
+from hf_posenc.recipes.reports import say
 from hf_posenc.recipes.runs import files, hybrids, report, stages
-from hf_posenc.recipes.runs.facts import Facts, print_header
+from hf_posenc.recipes.runs.facts import Facts, header
 from hf_posenc.recipes.runs.files import has_begun, record_of
 from hf_posenc.recipes.runs.forecast import forecast, seconds_of, sized
 from hf_posenc.recipes.runs.measurements import Measurements
@@ -91,7 +92,7 @@ def train(recipe: Recipe, folder: str | Path, *, console: Console | None = None,
         if (folder / MODEL).is_dir():
             if is_main:
                 files.remove_transfer(folder)  # if the run was killed before it did
-            _say(console, f"{folder} holds a finished run of this recipe; nothing is left to do. See {folder / MODEL}.")
+            say(console, f"{folder} holds a finished run of this recipe; nothing is left to do. See {folder / MODEL}.")
             return Outcome(folder, folder / MODEL, measurements, None, already=True)
         if is_main:
             files.check_writable(folder)
@@ -122,11 +123,6 @@ def resume(folder: str | Path, *, console: Console | None = None) -> Outcome:
     if not (folder / RECIPE).is_file():
         raise RecipeError(f"There is no {RECIPE} in {folder}. Give the folder of a run that was started by train.")
     return train(read_recipe(folder / RECIPE), folder, console=console)
-
-
-def _say(console: Console | None, text: str) -> None:
-    if console is not None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _run(
@@ -164,10 +160,8 @@ def _run(
         given = _given(context, work)
         _check_given(context, record, given)
         _claim(context, lock, facts, {**given, **chosen, files.MICRO: {**record.get(files.MICRO, {}), _here(): micro}})
-        if console is not None:
-            print_header(console, facts)
-            for note in case.suite.notes:
-                context.say(note)
+        for line in (*header(facts), *case.suite.notes):
+            context.say(line)
         recipe = sized(recipe, micro)
         for stage in stages.stages(recipe):
             if console is not None and isinstance(stage, Trained) and not stage.begins:

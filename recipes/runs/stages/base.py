@@ -18,6 +18,7 @@ from hf_posenc.recipes.data.windows import Prepared, load_data
 from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.layout import CHECKPOINTS, RUN
 from hf_posenc.recipes.processes import processes
+from hf_posenc.recipes.reports import say
 from hf_posenc.recipes.runs import files
 from hf_posenc.recipes.runs.facts import Facts
 from hf_posenc.recipes.runs.measurements import Measurements, Suite
@@ -110,8 +111,7 @@ class Context:
         return files.last(self.checkpoints / "lengthen") or files.last(self.checkpoints)
 
     def say(self, text: str) -> None:
-        if self.console is not None:
-            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        say(self.console, text)
 
     def judged(self, work: Work, key: str, found: Mapping[str, Any]) -> None:
         """Keep the verdict on a start in run.json, and in the facts if the start was not accepted."""
