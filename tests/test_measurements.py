@@ -61,11 +61,8 @@ def test_measurements_come_back_bit_equal(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_the_key_of_the_original_in_earlier_files_is_read_and_damage_is_said(tmp_path: Path) -> None:
+def test_damage_is_said(tmp_path: Path) -> None:
     path = tmp_path / "measurements.json"
-    Measurements(path).record(ORIGINAL, {"perplexity": grid(1.0)})
-    path.write_text(path.read_text().replace('"original": [', '"native": ['))
-    assert torch.equal(Measurements.load(path).results("original")["perplexity"].samples, grid(1.0).samples)
     section = '{"name": "x", "title": "", "note": "", "models": {"native": [3]}}'
     for damage, message in (
         ("{", "Invalid JSON"),

@@ -132,8 +132,8 @@ class Grid:
 
     Attributes:
         quantity: The sampled quantity.
-        axes: Points of the axis, by its name with its unit. (Files of earlier versions may have two axes.)
-        samples: float64 `[*axes, samples]`; NaN where the model cannot be measured, such as beyond its position table.
+        axes: Points of the axis, by its name with its unit.
+        samples: float64 `[points, samples]`; NaN where the model cannot be measured, such as beyond its position table.
 
     Raises:
         ShapeError: The samples do not fit the axes.
@@ -145,12 +145,12 @@ class Grid:
 
     def __post_init__(self) -> None:
         expected = [len(points) for points in self.axes.values()]
-        if list(self.samples.shape[:-1]) != expected or self.samples.ndim != len(expected) + 1:
+        if len(expected) != 1 or list(self.samples.shape[:-1]) != expected:
             raise ShapeError(f"Got samples of shape {list(self.samples.shape)} on axes of {expected} points.")
 
     @property
     def axis(self) -> str:
-        return list(self.axes)[-1]
+        return next(iter(self.axes))
 
     @property
     def points(self) -> tuple[Any, ...]:
@@ -166,9 +166,8 @@ class Grid:
 
     def values(self, point: Point) -> Tensor:
         """Return the samples at a point, float64 `[samples]`; raise `ShapeError` if it is not on the axis."""
-        if point not in self.points or len(self.axes) > 1:
-            also = f", by {', '.join(self.axes)}" * (len(self.axes) > 1)
-            raise ShapeError(f"{self.axis} = {point}: measured were {', '.join(map(str, self.points))}{also}.")
+        if point not in self.points:
+            raise ShapeError(f"{self.axis} = {point}: measured were {', '.join(map(str, self.points))}.")
         return self.samples[self.points.index(point)]
 
     def at(self, point: Point) -> Interval:

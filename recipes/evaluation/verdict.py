@@ -18,8 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
-
 from hf_posenc.recipes import intervals
 from hf_posenc.recipes.evaluation.grid import RATIO, Grid
 
@@ -73,9 +71,9 @@ def judge(own: Results, rival: Results, trained_length: int, *, name: str, other
     length = nearest(filter(before.reads, before.points), trained_length)
     ratio, windows = after.relative_to(before).at(length), after.samples.shape[-1]
     both = [key for key in VERBS if key in own and key in rival]
-    abilities = [_Ability(VERBS[key], own[key], rival[key], trained_length) for key in both]
-    loses = any(each.is_lost for each in abilities)
-    is_bad = not ratio.mean <= HOLDS or any(each.is_bad for each in abilities)
+    kept = [found for key in both if (found := _kept(VERBS[key], own[key], rival[key], trained_length))]
+    loses = any(is_lost for _, is_lost, _ in kept)
+    is_bad = not ratio.mean <= HOLDS or any(is_bad for *_, is_bad in kept)
     is_sure = ratio.high < 1 or ratio.low > 1
     grade: Grade = "worse" if is_bad or loses or ratio.low > 1 else "better" if is_sure else "as good"
     first = f"{name} is {'significantly ' * (grade != 'as good' and (is_sure or loses))}{grade} "
@@ -84,10 +82,17 @@ def judge(own: Results, rival: Results, trained_length: int, *, name: str, other
         first += f", as far as {windows} windows can tell"
     if math.isfinite(ratio.mean):
         first += f": at {length:,} tokens its {after.quantity.noun} is {RATIO.say(ratio)} of that one's"
+    of_kept = [sentence for sentence, *_ in kept]
+    if not both and grade != "worse":
+        of_kept = ["That says nothing of copying and recalling, which were not measured."]
+    elif both and not kept:
+        of_kept = [
+            f"{other[0].upper()}{other[1:]} does not copy or recall random tokens, so nothing can be said of that."
+        ]
     sentences = (
         f"{first[0].upper()}{first[1:]}.",
         *_shorter(after, before, length),
-        *_kept(abilities, other, grade),
+        *of_kept,
         *_longer(after, before, other, length),
     )
     return Verdict(grade, is_bad, sentences, loses=loses)
@@ -98,44 +103,24 @@ def nearest(contexts: Iterable[int], length: int) -> int:
     return min(contexts, key=lambda context: abs(math.log(context / length)))
 
 
-@dataclass(frozen=True, eq=False)
-class _Ability:
-    """Random tokens that two models copy or recall, at the telling length nearest the trained length."""
+def _kept(verb: str, own: Grid, rival: Grid, trained_length: int) -> tuple[str, bool, bool] | None:
+    """Return the sentence on random tokens that two models copy or recall, and whether the first loses, and too much.
 
-    verb: str
-    own: Grid
-    rival: Grid
-    trained_length: int
-
-    @property
-    def _samples(self) -> tuple[Tensor, Tensor]:
-        """Samples of both. A model that guesses is measured at no longer text: what is missing is guessed, too."""
-        quantity, values = self.rival.quantity, self.rival.values
-        telling = [length for length in self.rival.points if quantity.shows(values(length))]
-        length, guess = nearest(telling or self.rival.points, self.trained_length), quantity.guess or 0.0
-        return self.own.values(length).nan_to_num(guess), self.rival.values(length)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the other model is above guessing, and both were measured on the same sequences."""
-        alike = self.own.axes == self.rival.axes and self.own.samples.shape == self.rival.samples.shape
-        return alike and self.rival.quantity.shows(self._samples[1])
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the model does significantly less."""
-        return self.is_known and intervals.of_mean(self._samples[0] - self._samples[1]).high < 0
-
-    @property
-    def is_bad(self) -> bool:
-        """Whether too little is left."""
-        return self.is_lost and float(self._samples[0].mean()) < KEEPS * float(self._samples[1].mean())
-
-    @property
-    def sentence(self) -> str:
-        """The shares of both models."""
-        own, other = (self.rival.quantity.say(self.rival.quantity.interval(each)) for each in self._samples)
-        return f"{'But it' if self.is_lost else 'It'} {self.verb} {own} of random tokens, and that one {other}."
+    They are compared at the telling length nearest the trained length. `None` if the other model is not above guessing
+    there, or they were not measured on the same sequences.
+    """
+    quantity = rival.quantity
+    telling = [length for length in rival.points if quantity.shows(rival.values(length))]
+    length = nearest(telling or rival.points, trained_length)
+    alike = own.axes == rival.axes and own.samples.shape == rival.samples.shape
+    if not (alike and quantity.shows(rival.values(length))):
+        return None
+    # A model that guesses is measured at no longer text: what is missing is guessed, too.
+    after, before = own.values(length).nan_to_num(quantity.guess or 0.0), rival.values(length)
+    loses = intervals.of_mean(after - before).high < 0
+    shares = [quantity.say(quantity.interval(each)) for each in (after, before)]
+    sentence = f"{'But it' if loses else 'It'} {verb} {shares[0]} of random tokens, and that one {shares[1]}."
+    return sentence, loses, loses and float(after.mean()) < KEEPS * float(before.mean())
 
 
 def _shorter(after: Grid, before: Grid, length: int) -> Iterator[str]:
@@ -144,15 +129,6 @@ def _shorter(after: Grid, before: Grid, length: int) -> Iterator[str]:
     here, there = (after.relative_to(before).at(context) for context in (length, shortest))
     if here.low <= 1 < there.low:
         yield f"But at {shortest:,} tokens its {after.quantity.noun} is {RATIO.say(there)} of that one's."
-
-
-def _kept(abilities: list[_Ability], other: str, grade: Grade) -> Iterator[str]:
-    """Yield the sentences on copying and recalling."""
-    if not abilities and grade != "worse":
-        yield "That says nothing of copying and recalling, which were not measured."
-    yield from (each.sentence for each in abilities if each.is_known)
-    if abilities and not any(each.is_known for each in abilities):
-        yield f"{other[0].upper()}{other[1:]} does not copy or recall random tokens, so nothing can be said of that."
 
 
 def _longer(after: Grid, before: Grid, other: str, length: int) -> Iterator[str]:

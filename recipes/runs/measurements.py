@@ -25,10 +25,8 @@ from hf_posenc.recipes.reports import say
 from hf_posenc.recipes.schema.recipe import Evaluation
 from hf_posenc.recipes.storage import load, save
 
-# Key of the original in earlier files. The keys of the converted model are its optimizer steps.
-_OLD_ORIGINAL = "native"
 _PERPLEXITY = ContextPerplexity.name
-LABEL, _CELL = 16, 9
+_LABEL, _CELL = 16, 9
 _NOTE = "The same held-out windows and sequences, by model or optimizer step of the converted one."
 
 # A function that measures a model, and returns the results by name: perplexity, and `RECALLS` of causal models.
@@ -39,9 +37,7 @@ Measure = Callable[[Any], Mapping[str, Grid]]
 class Suite:
     """The measures of a run: perplexity on held-out text, and for causal models copying and recalling.
 
-    Attributes:
-        measures: The measures by name, perplexity first.
-        notes: Contexts that are left out, with the reasons.
+    The notes say which contexts are left out, and why.
     """
 
     measures: Mapping[str, ContextPerplexity | InductionCopy]
@@ -51,8 +47,7 @@ class Suite:
     def of(cls, evaluation: Evaluation, config: Any, tokenizer: Any, data: Prepared, length: int, own: int) -> Suite:
         """Return the measures of a model of a trained length, after a training in windows of `length`.
 
-        Raises:
-            RecipeError: The text is too short, or a context.
+        Raise `RecipeError` if the text is too short, or a context.
         """
         tokens, longest = len(data.held_out), max(evaluation.contexts or [min(own, length)])
         windows = windows_for(longest, tokens, most=evaluation.windows)
@@ -98,8 +93,7 @@ class Measurements:
             with reading(str(path), f" {remedy}"):
                 for section in report.sections:
                     for name, (grid,) in section.models.items():
-                        is_original = name in (ORIGINAL, _OLD_ORIGINAL)
-                        key = ORIGINAL if is_original else int(name.removeprefix("step "))
+                        key = name if name == ORIGINAL else int(name.removeprefix("step "))
                         measurements._grids.setdefault(key, {})[section.name] = grid
         return measurements
 
@@ -144,7 +138,7 @@ class Measurements:
 def heading(results: Mapping[str, Grid]) -> str:
     """Return the heading of lines in the terminal."""
     names = [*(f"{context:,}" for context in results[_PERPLEXITY].points), *_recalls(results)]
-    return f"{'tokens read':<{LABEL}}" + "".join(f"{name:>{_CELL}}" for name in names)
+    return f"{'tokens read':<{_LABEL}}" + "".join(f"{name:>{_CELL}}" for name in names)
 
 
 def line(label: str, results: Mapping[str, Grid]) -> str:
@@ -152,7 +146,7 @@ def line(label: str, results: Mapping[str, Grid]) -> str:
     grid = results[_PERPLEXITY]
     cells = [f"{grid.at(context).mean:.4g}" for context in grid.points]
     cells += [f"{100 * each.at(each.points[0]).mean:.3g} %" for each in _recalls(results).values()]
-    return f"{label:<{LABEL}}" + "".join(f"{'-' if 'nan' in cell else cell:>{_CELL}}" for cell in cells)
+    return f"{label:<{_LABEL}}" + "".join(f"{'-' if 'nan' in cell else cell:>{_CELL}}" for cell in cells)
 
 
 def _recalls(results: Mapping[str, Grid]) -> dict[str, Grid]:
@@ -166,11 +160,8 @@ class Measuring(TrainerCallback):
     needs all of them. Add the callback after `Handover`, which sets the strengths of a step. Measuring leaves the
     random state of the training unchanged.
 
-    Args:
-        every: Steps between measurements; 0 measures before and after only.
-        begins: Optimizer steps of the stages before this one; measurements count from the first of them.
-        original: Context in which a model computes as it was loaded, to measure that first; `None` does without.
-        console: Console for a table, one row per measurement; `None` is silent.
+    `every` is the interval in steps, 0 for none; `begins` counts the steps of the stages before this one. `original`
+    gives the context in which a model computes as it was loaded, to measure that first.
     """
 
     def __init__(
