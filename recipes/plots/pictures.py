@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_posenc import registry
 from hf_posenc.operands import Positions
 from hf_posenc.pictures import Picture
-from hf_posenc.recipes.plots.subject import Layer, Part, asked
+from hf_posenc.recipes.plots.subject import Layer, Part, added, asked
 from hf_posenc.recipes.reports import style
 
 # Up to more than so many tokens, distances are on a logarithmic axis.
@@ -26,15 +26,9 @@ _ROWS = 1024
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """A kind of picture.
+    """A kind of picture, by the name of `--what`, with the parts of a model that it fits and a function that draws one.
 
-    Attributes:
-        name: Value of `--what`, and beginning of file names.
-        summary: Content, for `kinds`.
-        fits: Whether there is such a picture of some layers.
-        draw: Function that draws some layers.
-        layers: Number of layers that are drawn at most, unless some are chosen.
-        heads: Number of heads, likewise.
+    No more than so many layers and heads are drawn unless some are chosen.
     """
 
     name: str
@@ -90,7 +84,8 @@ def _draw_by_distance(what: str, key: Callable[[Layer], object], part: Part) -> 
 def _added(layer: Layer, query: int, far: Tensor) -> Tensor:
     """Return what positions add to the logits of a query at a position, by distance, float64 `[H, N]`."""
     far = far.to(layer.q.device)
-    return layer.added(Positions(torch.full((1, 1), query, device=far.device), query - far[None]))[:, 0]
+    positions = Positions(torch.full((1, 1), query, device=far.device), query - far[None])
+    return added(layer.scheme, layer.tokens, positions, layer.q[0].mean(1), layer.k[0].mean(1))[:, 0]
 
 
 def _queries(part: Part) -> tuple[int, ...]:
@@ -219,8 +214,8 @@ def _draw_maps(part: Part, title: str, label: str, found: Sequence[Tensor], scal
 
 
 def _draw_attention(part: Part) -> Figure:
-    """Draw the weights, on one scale for all pictures, so that they can be compared."""
     found = [layer.weights[list(part.heads)].cpu() for layer in part.layers]
+    # On one scale for all pictures, so that they can be compared.
     return _draw_maps(part, "attention weights", "weight (log scale)", found, LogNorm(1e-3, 1, clip=True))
 
 

@@ -42,10 +42,6 @@ class Layer:
     v: Tensor
     weights: Tensor
 
-    def added(self, positions: Positions) -> Tensor:
-        """Return what positions add to the logits of the mean query and the mean key, float64 `[H, Q, K]`."""
-        return added(self.scheme, self.tokens, positions, self.q[0].mean(1), self.k[0].mean(1))
-
 
 @dataclass(frozen=True, eq=False)
 class Part:
@@ -85,10 +81,6 @@ class Part:
     def on_grid(self) -> bool:
         """Whether the scheme reads the places of patches in an image."""
         return self.geometry.axes > 1 and self.scheme.axes > 1
-
-    def narrowed(self, layers: int, heads: int) -> Part:
-        """Return the same with at most so many layers and heads, evenly spread."""
-        return replace(self, layers=_some(self.layers, layers), heads=_some(self.heads, heads))
 
     def distinct(self, key: Callable[[Layer], object]) -> list[tuple[str, Layer]]:
         """Return a layer for each different key, with the names of all layers that have it."""
@@ -151,7 +143,7 @@ def layer_names(indices: Sequence[int]) -> str:
     return f"layers {', '.join(map(str, indices))}"
 
 
-def _some(things: tuple[Any, ...], most: int) -> tuple[Any, ...]:
+def some(things: tuple[Any, ...], most: int) -> tuple[Any, ...]:
     """Return at most so many of some things, evenly spread, the first and the last among them."""
     if len(things) <= most:
         return things
