@@ -13,9 +13,8 @@ from torch import Tensor
 from hf_posenc.errors import PositionError
 from hf_posenc.patches.inspection import table_end
 from hf_posenc.recipes.evaluation.grid import Grid, Quantity, share, successes
-from hf_posenc.recipes.evaluation.measure import Corruption, Measure, Piece, Workers
+from hf_posenc.recipes.evaluation.measure import Corruption, Measure, Piece, Workers, answer_predictions, correct
 from hf_posenc.recipes.evaluation.perplexity import spread_windows
-from hf_posenc.recipes.evaluation.predictions import answer_predictions, correct
 
 # Tokens to write, and tokens of the prompts, which take turns, so that batches are padded at the left.
 _WRITTEN, _PROMPTS = 64, (32, 48, 24, 40)

@@ -1,4 +1,4 @@
-"""Measures of models, the processes that share their work, and the evaluation of several models by several of them."""
+"""Measures of models: the forwards that they read, the processes that share them, and the evaluation of several."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from accelerate.utils import gather_object
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
-from hf_posenc.errors import OptionError, PositionError
+from hf_posenc.errors import OptionError, PositionError, ShapeError
+from hf_posenc.patches.inspection import table_end
 from hf_posenc.patches.patch import evaluating
 from hf_posenc.recipes import durations
 from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.evaluation.report import Report, Section
-from hf_posenc.recipes.loading import auto_class
+from hf_posenc.recipes.loading import auto_class, is_masked
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.reports import say
 from hf_posenc.recipes.reports.curves import Mark
@@ -44,6 +46,8 @@ _UNDEFINED = {
 # Most tokens of a forward, unless one row has more. Eight rows of 4,096 tokens take a stock T5, whose bias is a matrix,
 # 9 GiB, and run no faster than two.
 _TOKENS = 2**13
+# Positions per part: double-precision logits of all positions at once would take too much memory.
+_PART = 256
 # Seconds of a row that is too slow to read a longer one for an estimate.
 _SLOW = 5.0
 # Seconds between lines of progress where there is no bar.
@@ -123,6 +127,70 @@ class Measure(ABC):
                     found.append((tokens, each))
                 total += each * len(rows)
         return total
+
+
+def predictions(model: Any, read: Tensor, labels: Tensor, targets: int | None = None) -> Tensor:
+    """Return the logits `[B, targets, vocabulary]` that predict the last labels, each given all tokens before it.
+
+    A causal model reads `[B, n]` the text up to the last label but one; an encoder-decoder the encoder's input; a
+    masked language model the labels with masked tokens. Labels `[B, m]` end the text, or are what the decoder writes;
+    `targets` are all by default. Raise `PositionError` if the model has no encoding for positions that far, and
+    `ShapeError` if a token is not in its vocabulary.
+    """
+    targets, end = labels.shape[1] if targets is None else targets, table_end(model)
+    unreadable = PositionError(
+        f"The {type(model).__name__} cannot read {read.shape[1]} tokens: its position table is shorter. "
+        "Leave out the longer inputs."
+    )
+    if end is not None and max(read.shape[1], labels.shape[1]) > end:
+        raise unreadable
+    read, labels = read.to(model.device), labels.to(model.device)
+    logits: Tensor
+    try:
+        if model.config.is_encoder_decoder:
+            written = model.prepare_decoder_input_ids_from_labels(labels)
+            logits = model(input_ids=read, decoder_input_ids=written, use_cache=False).logits
+        elif is_masked(model):
+            logits = model(input_ids=read).logits
+        else:
+            logits = model(input_ids=read, use_cache=False, logits_to_keep=targets).logits
+    except IndexError as error:
+        known, high = getattr(model.get_input_embeddings(), "num_embeddings", None), int(max(read.max(), labels.max()))
+        if known is not None and high >= known:
+            raise ShapeError(
+                f"The text has the token {high}; the {type(model).__name__} knows 0 to {known - 1}. Tokenise it with "
+                "the model's own tokenizer, or resize the embeddings of the model."
+            ) from error
+        raise unreadable from error
+    return logits[:, -targets:]
+
+
+def answer_predictions(model: Any, prompt: Tensor, answer: Tensor) -> Tensor:
+    """Return the logits `[B, m, vocabulary]` of an answer `[B, m]`, given the prompt `[B, n]` and the answer so far.
+
+    A causal model reads both. An encoder-decoder reads the prompt and writes the answer.
+    """
+    read = prompt if model.config.is_encoder_decoder else torch.cat([prompt, answer[:, :-1]], dim=1)
+    return predictions(model, read, answer)
+
+
+def losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of each label in nats, float64 `[B, m]` on the CPU, given logits `[B, m, vocabulary]`.
+
+    A loss that is not a number, of a model that diverged, counts as infinite.
+    """
+    parts = zip(*(torch.split(tensor, _PART, dim=1) for tensor in (logits, labels.to(logits.device))), strict=True)
+    # cross_entropy expects the vocabulary second.
+    found = [F.cross_entropy(part.double().transpose(1, 2), label, reduction="none") for part, label in parts]
+    return torch.cat(found, dim=1).cpu().nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def correct(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return whether each label is the most likely token, bool `[B, m]` on the CPU, given logits `[B, m, vocabulary]`.
+
+    Where all labels are the most likely tokens, greedy decoding yields exactly these labels.
+    """
+    return (logits.argmax(dim=-1) == labels.to(logits.device)).cpu()
 
 
 def different(name: str, places: Sequence[Any]) -> tuple[Any, ...]:

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 
 from hf_posenc.errors import PositionError, RecipeError, ShapeError
 from hf_posenc.recipes.evaluation.grid import MASKED_PERPLEXITY, PERPLEXITY, Grid
-from hf_posenc.recipes.evaluation.measure import Corruption, Measure, Piece, Workers, different
-from hf_posenc.recipes.evaluation.predictions import losses, predictions
+from hf_posenc.recipes.evaluation.measure import Corruption, Measure, Piece, Workers, different, losses, predictions
 from hf_posenc.recipes.loading import is_masked
 from hf_posenc.recipes.reports.curves import trained_mark
 

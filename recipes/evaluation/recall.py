@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_posenc.errors import OptionError, ShapeError
 from hf_posenc.recipes.evaluation.grid import Grid, share
-from hf_posenc.recipes.evaluation.measure import Measure, Piece, Row, Workers, different
-from hf_posenc.recipes.evaluation.predictions import answer_predictions, correct
+from hf_posenc.recipes.evaluation.measure import Measure, Piece, Row, Workers, answer_predictions, correct, different
 from hf_posenc.recipes.loading import auto_class
 from hf_posenc.recipes.reports.curves import trained_mark
 
