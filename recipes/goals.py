@@ -124,15 +124,8 @@ def ask(goal: str, overrides: Sequence[str]) -> Asked:
 class Facts:
     """What is known of a model and its machine.
 
-    Attributes:
-        config: Config of the model.
-        rotary, relative: Whether its own encoding is a rotation, or a bias from buckets of the distance.
-        causal: Whether it is a causal language model.
-        trained: Tokens per window of its own training; `None` if the config does not say.
-        width: Hidden size.
-        layers: Number of layers.
-        processes: Number of processes that train it.
-        precision: Precision of its forward on this machine.
+    Its own encoding is `rotary`, or `relative`: a bias from buckets of the distance. It was `trained` on windows of so
+    many tokens; `None` if the config does not say.
     """
 
     config: Any

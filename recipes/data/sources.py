@@ -50,10 +50,7 @@ def read(data: Data) -> tuple[Documents, Documents]:
 
     A document is a whole .txt file, or one row of any other file. Without `held_out`, the last `held_out_share` of the
     documents is held out; a single document is cut at a blank line near that place. `limit` counts documents before
-    the split.
-
-    Raises:
-        RecipeError: A source does not exist or holds no text, or the keys contradict each other.
+    the split. Raise `RecipeError` if a source does not exist or holds no text, or keys contradict each other.
     """
     source = Source.of(data.read_from)
     apart = Source.of(data.held_out) if data.held_out and _is_local(data.held_out, source.origin) else None

@@ -93,10 +93,8 @@ def load_data(
     Each document ends with the tokenizer's end-of-sequence token, or its separator if it has none. No other special
     token is added, and special tokens in the text are read as plain text. Copies of held-out documents are not trained
     on either. By its `config`, an encoder-decoder or an encoder restores corrupted windows. If it only `checks`, it
-    reads about a window of the text, and little of what is held out, to find errors, and `tokens` is an estimate.
-
-    Raises:
-        RecipeError: The text is missing, too short for a window, or unsuitable for the model.
+    reads about a window of the text, and little of what is held out, to find errors, and `tokens` is an estimate. Raise
+    `RecipeError` if the text is missing, too short for a window, or unsuitable for the model.
     """
     documents, set_aside = sources.read(data)
     about = None
@@ -147,11 +145,7 @@ def _estimated(documents: Dataset, tokenizer: Any) -> int:
 
 
 def end_token(tokenizer: Any) -> int:
-    """Return the id of the token that ends documents: the end-of-sequence token, or else the separator, as in BERT.
-
-    Raises:
-        RecipeError: The tokenizer has neither.
-    """
+    """Return the id of the end-of-sequence token, or else of the separator; raise `RecipeError` if there is neither."""
     found: int | None = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     if found is None:
         raise RecipeError(

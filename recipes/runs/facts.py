@@ -25,19 +25,10 @@ _FITTED = ", after a fit to "
 class Facts:
     """Facts of a run that are known before its first step, for header, table, model card and run.json.
 
-    `native`, `start`, `device`, `stages`, `memory` (of a step) and `writes` are in words.
-
-    Attributes:
-        trained_length: Tokens per window in the model's own training; those of the run if the config states none.
-        states_length: Whether the model's config states its trained length.
-        parameters: Number of parameters of model, scheme and adapter; new ones are those of the scheme.
-        options: Resolved options of the scheme, by stack.
-        layers: Number of converted layers, by stack.
-        data_tokens: Number of training tokens in the text; `None` if unknown (streaming).
-        came_with: Schemes of a model that was converted before the run, which keeps them.
-        share: Share of the native rotation that stays under the scheme, in words; empty if none does.
-        other_tokens: Tokens of the stages before and after the training.
-        writes: Comparison of what the trained model and the original write; empty if not compared.
+    `native`, `start`, `share` (of the native rotation that stays), `device`, `stages`, `memory` (of a step) and
+    `writes` (next to the original) are in words. The `trained_length` is that of the run if the model's config states
+    none. New parameters are those of the scheme, whose options and number of layers are by stack. A model that was
+    converted before `came_with` schemes. `other_tokens` are those of the stages before and after the training.
     """
 
     recipe: Recipe
@@ -141,12 +132,7 @@ class Facts:
         trained_length: int,
         **known: Any,
     ) -> Facts:
-        """Collect the facts of a run; `known` has further attributes.
-
-        Args:
-            model: Converted model with its adapter and `requires_grad` as in training, not yet sharded.
-            plan: Plan of the conversion, made before it (with `native="keep"` for a handover); `None` without a scheme.
-        """
+        """Collect the facts of a run from the converted model with its adapter, not yet sharded, and the plan of it."""
         inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
         architecture = of_config(inner.config)
         if isinstance(model, PeftModel):

@@ -36,10 +36,7 @@ class Pace:
 class Progress(TrainerCallback):
     """Callback that shows loss, speed and time left: a bar, or plain lines if the console is not a terminal.
 
-    Use it as a context manager, which restores the terminal if the training raises:
-    `with Progress(...) as progress: Trainer(..., callbacks=[progress]).train()`. Turn the trainer's own displays off
-    (`disable_tqdm=True`, `remove_callback(PrinterCallback)`), and let it log often, since the shown loss is the logged
-    one.
+    As a context manager it restores the terminal if the training raises. The shown loss is the logged one.
 
     Tokens are those of a step, over all processes. `text` is the key of the loss on the text in the log, which gives
     the perplexity; empty if there is none.

@@ -29,11 +29,7 @@ def trained_dtype(adapter: Adapter) -> dict[str, Any]:
 def quantization(
     adapter: Adapter, *, precision: Literal["float32", "bfloat16", "float16"] = "float32"
 ) -> BitsAndBytesConfig | None:
-    """Return the config for loading the model in 4 bits (NF4, as in QLoRA); `None` without `four_bit`.
-
-    Raises:
-        RecipeError: bitsandbytes is not installed.
-    """
+    """Return the config for loading the model in 4 bits (NF4, as in QLoRA); `None` without `four_bit`."""
     if not adapter.four_bit:
         return None
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -50,12 +46,7 @@ def quantization(
 
 
 def attach(model: Any, adapter: Adapter) -> Any:
-    """Return a model with the adapter of a recipe, or the model itself with `kind: none`; a stock one gets plain LoRA.
-
-    Raises:
-        NotPatchedError: `kind` is "scheme", and the model has no scheme.
-        OptionError: `kind` is "scheme", and the scheme has no weights.
-    """
+    """Return a model with its adapter, or the model itself with `kind: none`; a stock one gets plain LoRA."""
     if adapter.kind == "none":
         return model
     if getattr(model, "is_quantized", False):
