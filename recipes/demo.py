@@ -11,10 +11,8 @@ from rich.console import Console
 
 from hf_posenc import __version__
 from hf_posenc.recipes.goals import read_recipe
-from hf_posenc.recipes.layout import MEASUREMENTS
 from hf_posenc.recipes.reports import say
 from hf_posenc.recipes.runs import run as runs
-from hf_posenc.recipes.runs.measurements import LABEL, Measurements, heading, line
 
 CONTROL, RUN, MARKER = "control", "run", ".posenc-demo"
 
@@ -36,22 +34,12 @@ def run(folder: Path, console: Console, *, scheme: str, steps: int, windows: int
     for number, (name, recipe) in enumerate(recipes.items(), start=1):
         console.rule(f"part {number} of {len(recipes)}: {parts[name]}", align="left")
         outcome = runs.train(recipe, folder / name, console=console, command=f"hf-posenc demo --scheme {scheme}")
-    console.rule("the result: perplexity on held-out text, lower is better", align="left")
-    control = Measurements.load(folder / CONTROL / MEASUREMENTS, writes=False)
-    rows = {
-        "original": (outcome.measurements, "original"),
-        "control": (control, "after"),
-        f"{scheme}, untrained"[:LABEL]: (outcome.measurements, "before"),
-        scheme[:LABEL]: (outcome.measurements, "after"),
-    }
-    for label, (found, which) in rows.items():
-        results = found.results(which)
-        if label == "original":
-            say(console, heading(results))
-        say(console, line(label, results))
-    # Its advice names keys of recipes, which the demo does not take.
-    sentences = () if outcome.verdict is None else outcome.verdict.sentences
-    say(console, f"\n{' '.join(sentences)}\n")
+    console.rule("the result: perplexity on held-out text (lower is better), and copying and recalling", align="left")
+    if (found := outcome.results) is not None:
+        for table in found.tables():
+            console.print(table.rich())
+        # Its advice names keys of recipes, which the demo does not take.
+        say(console, f"\n{' '.join(found.verdict.sentences if found.verdict else ())}\n")
     (folder / MARKER).write_text(
         f"Written by hf-posenc {__version__} demo; the next demo may replace it.\n", encoding="utf-8"
     )

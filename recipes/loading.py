@@ -27,7 +27,7 @@ from transformers.utils import CONFIG_NAME
 from hf_posenc.errors import ArchitectureError, CheckpointError, RecipeError, cut
 from hf_posenc.patches.architecture import of_config, stated_length
 from hf_posenc.patches.atomic_files import reading
-from hf_posenc.recipes.layout import MODEL, RECIPE
+from hf_posenc.recipes.storage import MODEL, RECIPE
 
 # Name of the built-in model.
 TINY_LLAMA = "tiny-llama"

@@ -1,4 +1,13 @@
-"""JSON files of runs, evaluations and comparisons: written with numbers that any reader knows, read by their type."""
+"""Files of runs, evaluations and comparisons: their names, and JSON that is written with numbers that any reader knows.
+
+OUT/recipe.yaml          full recipe
+OUT/run.json             command, versions, machine, counts, and the recipe again, to detect changes of recipe.yaml
+OUT/measurements.json    measurements so far
+OUT/checkpoints/         complete checkpoints to resume from
+OUT/logs/                TensorBoard logs by stage, if requested
+OUT/table.md, OUT/perplexity.png, OUT/report.html
+OUT/model/               final model or adapter, with tokenizer and card; it appears last, and marks the run as finished
+"""
 
 from __future__ import annotations
 
@@ -10,6 +19,9 @@ from pydantic import TypeAdapter, ValidationError
 from hf_posenc.errors import cut
 from hf_posenc.patches.atomic_files import reading, write_text
 
+RECIPE, RUN, MEASUREMENTS = "recipe.yaml", "run.json", "measurements.json"
+CHECKPOINTS, LOGS, MODEL = "checkpoints", "logs", "model"
+
 
 def save(found: Any, path: Path) -> None:
     """Write an object to a JSON file, whole or not at all; a number that JSON lacks, such as infinity, becomes null."""
@@ -19,8 +31,7 @@ def save(found: Any, path: Path) -> None:
 def load(kind: Any, path: Path, remedy: str) -> Any:
     """Return the content of a JSON file as a type, such as a dataclass that `save` wrote.
 
-    Raises:
-        CheckpointError: The file cannot be read, or has other content; the error ends with the remedy.
+    Raise `CheckpointError`, which ends with the remedy, if the file cannot be read or has other content.
     """
     with reading(str(path), f" {remedy}"):
         try:

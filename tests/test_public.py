@@ -124,7 +124,7 @@ ROOMS = [
     ("hf_posenc.patches",),
     ("hf_posenc.testing",),
     *((f"hf_posenc.recipes.{room}",) for room in (
-        "layout", "intervals", "storage", "processes", "durations", "reports", "loading", "plots", "schema", "library",
+        "storage", "intervals", "processes", "durations", "reports", "loading", "plots", "schema", "library",
         "data", "evaluation", "training", "memory", "goals", "runs", "comparison", "demo",
     )),
     ("hf_posenc.cli", "hf_posenc.__main__"),

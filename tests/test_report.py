@@ -22,7 +22,7 @@ from test_display import FACTS, facts_with
 import hf_posenc
 from hf_posenc.cli import evaluate as evaluating
 from hf_posenc.cli import train as command
-from hf_posenc.recipes import layout
+from hf_posenc.recipes import storage
 from hf_posenc.recipes.evaluation import verdict
 from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid
 from hf_posenc.recipes.evaluation.grid import successes as shares
@@ -300,9 +300,9 @@ def test_the_control_is_found_beside_the_run(tmp_path: Path) -> None:
         "z-control": control,
     }
     for name, each in recipes.items():
-        (tmp_path / name / layout.MODEL).mkdir(parents=True)
-        (tmp_path / name / layout.RECIPE).write_text(each.text(), encoding="utf-8")
-        written = Measurements(tmp_path / name / layout.MEASUREMENTS)
+        (tmp_path / name / storage.MODEL).mkdir(parents=True)
+        (tmp_path / name / storage.RECIPE).write_text(each.text(), encoding="utf-8")
+        written = Measurements(tmp_path / name / storage.MEASUREMENTS)
         written.record(ORIGINAL, two_models(len(name), 2.0).results(ORIGINAL))
     own = Measurements()
     found = control_of(tmp_path / "fire", recipe, own)
@@ -310,12 +310,12 @@ def test_the_control_is_found_beside_the_run(tmp_path: Path) -> None:
     assert control_of(tmp_path / "b-yarn", recipes["b-yarn"], own) is not None
     assert control_of(tmp_path / "z-control", control, own) is None
     assert control_of(tmp_path / "fire", recipe, two_models(2.0, 1.8)) is None  # not the same windows
-    (tmp_path / "fire" / layout.RUN).write_text('{"text": "one"}', encoding="utf-8")
-    record = tmp_path / "z-control" / layout.RUN
+    (tmp_path / "fire" / storage.RUN).write_text('{"text": "one"}', encoding="utf-8")
+    record = tmp_path / "z-control" / storage.RUN
     record.write_text('{"text": "another"}', encoding="utf-8")
     assert control_of(tmp_path / "fire", recipe, own) is None
     record.unlink()
-    (tmp_path / "z-control" / layout.MODEL).rmdir()
+    (tmp_path / "z-control" / storage.MODEL).rmdir()
     assert control_of(tmp_path / "fire", recipe, own) is None
 
 

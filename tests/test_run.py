@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_posenc
 from hf_posenc import CheckpointError, PosencError, RecipeError
-from hf_posenc.recipes import layout
+from hf_posenc.recipes import storage
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.loading import place
 from hf_posenc.recipes.runs import files, run
@@ -160,7 +160,7 @@ def test_layers_with_the_native_encoding_may_see_a_window(read: Any, tmp_path: P
 
 def test_a_recipe_that_was_changed_since_is_not_resumed(stopped: tuple[Recipe, Path]) -> None:
     recipe, out = stopped
-    path = out / layout.RECIPE
+    path = out / storage.RECIPE
     path.write_text(recipe.text().replace("learning_rate: 0.001", "learning_rate: 0.002"), encoding="utf-8")
     with pytest.raises(
         RecipeError,
@@ -268,13 +268,13 @@ def test_a_run_is_resumed_in_any_directory(read: Any, tmp_path: Path, monkeypatc
 def test_a_damaged_record_is_an_error(stopped: tuple[Recipe, Path]) -> None:
     recipe, out = stopped
     for content in (b'{"command": "hf-po', b"[]", b'{"starts": 5}', b"\xff"):
-        (out / layout.RUN).write_bytes(content)
+        (out / storage.RUN).write_bytes(content)
         for call in (lambda: run.resume(out), lambda: run.train(recipe, out)):
             with pytest.raises(
                 CheckpointError, match=r"run\.json cannot be read .*\. Remove the file to go on without"
             ):
                 call()
-    (out / layout.RUN).unlink()
+    (out / storage.RUN).unlink()
     with pytest.raises(RecipeError, match=r"training\.steps was 6 and is 7"):
         run.train(changed(recipe, training={"steps": 7}), out)
     assert run.resume(out).model.is_dir()
@@ -571,14 +571,14 @@ def test_of_two_new_runs_the_second_to_begin_gives_way(
     out, claim = tmp_path / "out", run._claim
 
     def late(*given: Any) -> None:
-        (out / layout.CHECKPOINTS).mkdir(parents=True)
+        (out / storage.CHECKPOINTS).mkdir(parents=True)
         with FileLock(out / files.LOCK):
             claim(*given)
 
     monkeypatch.setattr(run, "_claim", late)
     with pytest.raises(RecipeError, match="is being written by another process"):
         run.train(read(), out)
-    assert not (out / layout.RECIPE).exists()
+    assert not (out / storage.RECIPE).exists()
 
 
 @pytest.mark.grid

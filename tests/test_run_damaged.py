@@ -15,7 +15,7 @@ from test_recipe_files import one_line, strict_json
 from test_run import BASE, Stop, stop_after, text_file, weights
 
 from hf_posenc import PosencError
-from hf_posenc.recipes import layout
+from hf_posenc.recipes import storage
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.runs import files, run
 
@@ -43,8 +43,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], Pat
 
 def test_a_finished_run_has_strict_json_and_no_transfer(runs: tuple[dict[str, Path], Path]) -> None:
     stopped, model = runs
-    assert (stopped["training"] / layout.CHECKPOINTS / "transfer" / files.TRANSFERRED).is_file()
-    assert not (model.parent / layout.CHECKPOINTS / "transfer").exists()
+    assert (stopped["training"] / storage.CHECKPOINTS / "transfer" / files.TRANSFERRED).is_file()
+    assert not (model.parent / storage.CHECKPOINTS / "transfer").exists()
     for path in [*model.parent.glob("*.json"), *model.parent.rglob(files.MARKER)]:
         strict_json(path.read_text(encoding="utf-8"))
 
@@ -114,7 +114,7 @@ def files_of(folder: Path) -> list[Path]:
 def test_a_checkpoint_with_a_damaged_file_counts_as_none(
     stage: str, runs: tuple[dict[str, Path], Path], tmp_path: Path
 ) -> None:
-    folder = runs[0][stage] / layout.CHECKPOINTS / ("transfer" if stage == "transfer" else ".")
+    folder = runs[0][stage] / storage.CHECKPOINTS / ("transfer" if stage == "transfer" else ".")
     last = files.last(folder)
     assert last is not None
     shutil.copytree(last, tmp_path / last.name)

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import hf_posenc
 from hf_posenc.cli import app
 from hf_posenc.errors import OptionError, RecipeError
-from hf_posenc.recipes import layout, memory
+from hf_posenc.recipes import memory, storage
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.runs import hybrids, run
 from hf_posenc.recipes.runs.stages import trained, training
@@ -104,7 +104,7 @@ def test_long_windows_have_no_encoder_decoder_as_teacher() -> None:
 def test_the_transfer_brings_attention_nearer(whole: run.Outcome) -> None:
     course = dict(whole.measurements.course())
     assert course[20].at(64).mean < course[0].at(64).mean
-    record = json.loads((whole.folder / layout.RUN).read_text(encoding="utf-8"))
+    record = json.loads((whole.folder / storage.RUN).read_text(encoding="utf-8"))
     assert record["transfer"]["accepted"]
     assert len(record["transfer"]["after"]) == 4
     assert [words.partition(":")[0] for words in record["stages"]] == ["attention transfer", "training", "long windows"]
@@ -246,8 +246,8 @@ def test_the_cheapest_layers_are_measured_once_and_kept(tmp_path: Path, monkeypa
     stop_after(monkeypatch, 1)
     with pytest.raises(Stop):
         run.train(asked, out)
-    chosen = read_recipe(out / layout.RECIPE).conversion.layers
-    kept = json.loads((out / layout.RUN).read_text(encoding="utf-8"))["measured_layers"]
+    chosen = read_recipe(out / storage.RECIPE).conversion.layers
+    kept = json.loads((out / storage.RUN).read_text(encoding="utf-8"))["measured_layers"]
     assert (kept["asked"], kept["layers"]) == ("auto:1", chosen)
     prices = LayerCosts(**kept["costs"] | {"layers": tuple(LayerCost(**each) for each in kept["costs"]["layers"])})
     assert prices.cheapest(3)["decoder"] == chosen
@@ -332,4 +332,4 @@ def test_what_a_transfer_cannot_do(tmp_path: Path) -> None:
     assert read_recipe("swap", ["scheme=kerple", "fit=transfer", "transfer.batch_size=2"]).transfer.batch_size == 2
     with pytest.raises(OptionError, match="adds its own encoding"):
         run.train(recipe_of("conversion.native=remove", architecture="gpt2"), tmp_path / "out")
-    assert not (tmp_path / "out" / layout.MEASUREMENTS).exists()
+    assert not (tmp_path / "out" / storage.MEASUREMENTS).exists()

@@ -17,7 +17,7 @@ from rich.console import Console
 
 import hf_posenc
 from hf_posenc.errors import NotPatchedError, OptionError, ShapeError
-from hf_posenc.recipes import layout
+from hf_posenc.recipes import storage
 from hf_posenc.recipes.data.text import builtin_text
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.loading import load_tiny_llama
@@ -192,7 +192,7 @@ def test_a_run_says_that_its_start_was_not_fitted(tmp_path: Path, monkeypatch: p
     recipe = read_recipe("swap", ["scheme=kerple", *small, "training.batch_size=2", "distillation={}"])
     console = Console(record=True, width=200, file=io.StringIO())
     run.train(recipe, tmp_path / "out", console=console)
-    record = json.loads((tmp_path / "out" / layout.RUN).read_text(encoding="utf-8"))
+    record = json.loads((tmp_path / "out" / storage.RUN).read_text(encoding="utf-8"))
     sentence = record["fit"]["sentence"]
     assert record["fit"]["accepted"] is False
     assert "not changed" in sentence

@@ -29,7 +29,6 @@ from hf_posenc.recipes.evaluation.generation import Generation
 from hf_posenc.recipes.evaluation.perplexity import TARGETS, contexts_for
 from hf_posenc.recipes.evaluation.verdict import CONTROL, ORIGINAL
 from hf_posenc.recipes.goals import read_recipe
-from hf_posenc.recipes.layout import MEASUREMENTS, MODEL, RECIPE
 from hf_posenc.recipes.loading import auto_class, load, trained_length
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.reports import Table, counted, render, say, versions
@@ -41,6 +40,7 @@ from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.runs.request import Request, Subject, check_measures
 from hf_posenc.recipes.schema import checks, fields
 from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Evaluation, Recipe, Transfer
+from hf_posenc.recipes.storage import MEASUREMENTS, MODEL, RECIPE
 from hf_posenc.recipes.training.adapter import trained_dtype
 
 REQUEST, RUNS, FINDINGS = "comparison.json", "runs", "results.json"

@@ -18,13 +18,12 @@ from annotated_types import Ge
 from filelock import BaseFileLock, Timeout
 from pydantic import ConfigDict, with_config
 from transformers import TrainerCallback
-from transformers.trainer import TRAINER_STATE_NAME
 from typing_extensions import TypedDict
 
 from hf_posenc.errors import OptionError, PosencError, RecipeError
 from hf_posenc.patches.atomic_files import UNFINISHED, publish
 from hf_posenc.recipes import storage
-from hf_posenc.recipes.layout import CHECKPOINTS, MEASUREMENTS, MODEL, RECIPE, RUN
+from hf_posenc.recipes.storage import CHECKPOINTS, MEASUREMENTS, MODEL, RECIPE, RUN
 
 # The file stays, but the lock ends with its process, even if that is killed.
 LOCK = f"{CHECKPOINTS}/.lock"
@@ -39,17 +38,8 @@ TEXT, BASE = "text", "base"
 MARKER = "complete.json"
 # Seconds within which a signal is the same one: some programs send it to a process and to its group.
 _ONCE = 1.0
-# Parts of the names of files that a checkpoint has in any kind of training: the trainer would go on without some.
-_PARTS = (TRAINER_STATE_NAME, "optim", "scheduler", "rng_state")
 # Bytes that are read at once.
 _PIECE = 2**24
-
-
-class Micro(TypedDict, total=False):
-    """Windows per forward, by stage; null is the whole share of a process."""
-
-    training: Annotated[int, Ge(1)] | None
-    lengthen: Annotated[int, Ge(1)] | None
 
 
 @with_config(ConfigDict(extra="allow"))
@@ -78,7 +68,8 @@ class Record(TypedDict, total=False):
     fit: Fitted | None
     transfer: Fitted | None
     measured_layers: Measured
-    micro_batch_sizes: dict[str, Micro]
+    # Windows per forward by the number of processes and the stage; null is the whole share of a process.
+    micro_batch_sizes: dict[str, dict[str, Annotated[int, Ge(1)] | None]]
     text: str
     base: dict[str, dict[str, Any]]
     starts: list[Any]
@@ -265,6 +256,5 @@ def _is_unchanged(checkpoint: Path) -> bool:
     """Whether a checkpoint has all files that it was written with, as they were, and no others."""
     with contextlib.suppress(PosencError, OSError):
         wanted = storage.load(_Marks, checkpoint / MARKER, "")
-        has_all = all(any(part in name for name in wanted) for part in _PARTS)
-        return has_all and _marks(checkpoint) == wanted
+        return bool(_marks(checkpoint) == wanted)
     return False

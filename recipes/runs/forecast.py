@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from hf_posenc.recipes.runs.stages.base import Case, Work
 from hf_posenc.recipes.runs.stages.prepared import Adapt, Convert
 from hf_posenc.recipes.runs.stages.trained import Trained
 from hf_posenc.recipes.schema.recipe import Recipe, StageName
-from hf_posenc.recipes.training.trainer import AdaptationTrainer, divide_batch
+from hf_posenc.recipes.training.trainer import CHECKPOINTING, AdaptationTrainer, divide_batch
 
 # Numbers of weights of which an optimizer step is timed, and seconds to spend on a step.
 _WEIGHTS, _SPENT = 2**22, 1.0
@@ -35,9 +34,7 @@ _WEIGHTS, _SPENT = 2**22, 1.0
 def forecast(case: Case, command: str = "") -> tuple[Facts, dict[str, int | None]]:
     """Check all stages of a run on a model without weights; return its facts, and its micro batches by section.
 
-    Raises:
-        RecipeError: The recipe, or its text, does not suit the model.
-        PosencError: The conversion fails, as in `patch`.
+    Raise `RecipeError` if the recipe or its text does not suit the model, and what `patch` raises.
     """
     recipe, planned = hybrids.stand_in(case.recipe, case.config), None
     with torch.device("meta"):
@@ -67,7 +64,7 @@ def forecast(case: Case, command: str = "") -> tuple[Facts, dict[str, int | None
 def sized(recipe: Recipe, micro: Mapping[str, int | None]) -> Recipe:
     return replace(
         recipe,
-        training=replace(recipe.training, micro_batch_size=micro["training"]),
+        training=replace(recipe.training, micro_batch_size=micro.get("training")),
         lengthen=replace(recipe.lengthen, micro_batch_size=micro.get("lengthen")),
     )
 
@@ -83,11 +80,8 @@ def seconds_of(
     """Estimate the seconds of each stage and of the measurements; empty where nothing is known before it begins.
 
     A forward and backward of each stage are timed, and a few rows of each measure. The model, which has its adapter and
-    is not sharded, is what it was afterwards, without gradients.
-
-    Args:
-        done: Steps of each stage that a stopped run has done.
-        measured: Number of measurements that it has taken.
+    is not sharded, is what it was afterwards, without gradients. A stopped run has `done` steps of each stage, and
+    `measured` so often.
     """
     if processes().num_processes > 1:
         return {}  # Nobody knows what they cost each other, and a whole step need not fit into one device.
@@ -148,7 +142,10 @@ def _seconds_per_step(stage: Trained, case: Case, work: Work) -> float:
         batch = (trainer.data_collator or default_data_collator)((windows * micro)[:micro])
         weights = [weight for weight in module.parameters() if weight.requires_grad]
         stack.enter_context(evaluating(work.model))
-        stack.enter_context(_checkpointed(work.model, stage.settings.gradient_checkpointing))
+        if stage.settings.gradient_checkpointing:
+            kwargs = {f"{CHECKPOINTING}_checkpointing_kwargs": {"use_reentrant": False}}
+            getattr(work.model, f"{CHECKPOINTING}_checkpointing_enable")(**kwargs)
+            stack.callback(getattr(work.model, f"{CHECKPOINTING}_checkpointing_disable"))
         module.train()
         forward = durations.timed(lambda: _backward(trainer, module, batch), until=_SPENT)
         for weight in weights:
@@ -161,20 +158,6 @@ def _backward(trainer: AdaptationTrainer, module: nn.Module, batch: dict[str, Te
     with trainer.accelerator.autocast():
         loss = trainer.compute_loss(module, inputs)
     loss.backward()
-
-
-@contextlib.contextmanager
-def _checkpointed(model: Any, wanted: bool) -> Iterator[None]:
-    if not wanted:
-        yield
-        return
-    # transformers 5.23 renamed it.
-    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    getattr(model, f"{name}_checkpointing_enable")(**{f"{name}_checkpointing_kwargs": {"use_reentrant": False}})
-    try:
-        yield
-    finally:
-        getattr(model, f"{name}_checkpointing_disable")()
 
 
 def _optimizing(trainer: AdaptationTrainer, weights: Sequence[Tensor]) -> float:

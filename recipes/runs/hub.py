@@ -8,7 +8,7 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, HfApi
 
 from hf_posenc.errors import RecipeError
-from hf_posenc.recipes.layout import MODEL, RECIPE
+from hf_posenc.recipes.storage import MODEL, RECIPE
 
 # The card has the recipe, without local paths.
 _COMPANIONS = ("table.md", "perplexity.png")
@@ -17,10 +17,8 @@ _COMPANIONS = ("table.md", "perplexity.png")
 def push(folder: Path, repository: str, *, private: bool = False, revision: str | None = None) -> str:
     """Upload the model of a finished run, with its card, table and picture, in one commit.
 
-    Repository and branch (`None` is the main one) are created if necessary. Returns the URL of the commit.
-
-    Raises:
-        RecipeError: The run is not finished, or the hub refuses.
+    Repository and branch (`None` is the main one) are created if necessary. Return the URL of the commit; raise
+    `RecipeError` if the run is not finished, or the hub refuses.
     """
     if not (folder / RECIPE).is_file():
         raise RecipeError(f"{folder} holds no run of a recipe. Give the folder that `hf-posenc train` wrote.")

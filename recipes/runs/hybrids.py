@@ -31,8 +31,7 @@ from hf_posenc.scheme import Scheme
 def stand_in(recipe: Recipe, config: Any) -> Recipe:
     """Return a recipe with as many layers as are to be measured, whichever they are; any other recipe unchanged.
 
-    Raises:
-        RecipeError: The layers of this recipe, or of a model with this config, cannot be measured.
+    Raise `RecipeError` if the layers of this recipe, or of a model with this config, cannot be measured.
     """
     count = recipe.conversion.measured_layers
     if count is None:

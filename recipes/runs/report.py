@@ -26,7 +26,6 @@ from hf_posenc.recipes.evaluation.report import Section, panel
 from hf_posenc.recipes.evaluation.verdict import CONTROL, ORIGINAL, Verdict, nearest
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.intervals import Interval
-from hf_posenc.recipes.layout import MEASUREMENTS, MODEL, RECIPE
 from hf_posenc.recipes.reports import Table, render
 from hf_posenc.recipes.reports.curves import Panel, lines_figure, save_figure, trained_mark
 from hf_posenc.recipes.runs.facts import Facts, rows
@@ -34,6 +33,7 @@ from hf_posenc.recipes.runs.files import TEXT, record_of
 from hf_posenc.recipes.runs.measurements import Measurements
 from hf_posenc.recipes.runs.progress import Pace
 from hf_posenc.recipes.schema.recipe import Recipe
+from hf_posenc.recipes.storage import MEASUREMENTS, MODEL, RECIPE
 
 TABLE, PICTURE, PAGE = "table.md", "perplexity.png", "report.html"
 # Settings of a training that a control does without, or that change no result.

@@ -30,10 +30,10 @@ from hf_posenc.recipes.evaluation.report import Report
 from hf_posenc.recipes.evaluation.text import ordinary_tokens, read_text, token_ids
 from hf_posenc.recipes.evaluation.verdict import LEAST
 from hf_posenc.recipes.goals import read_recipe
-from hf_posenc.recipes.layout import MODEL, RECIPE
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.reports import say, versions
 from hf_posenc.recipes.schema.recipe import Data
+from hf_posenc.recipes.storage import MODEL, RECIPE
 
 MEASURES = ("perplexity", "induction", "mqar", "generation")
 # Measures by default, of causal models and of others.
@@ -151,9 +151,7 @@ class Request:
     def run(self, console: Console | None = None, *, command: str = "") -> Report:
         """Load the models one after the other and measure them.
 
-        Raises:
-            OptionError: A measure is unknown, or undefined for a model, or no text is named.
-            RecipeError: A model or the text cannot be read.
+        Raise `OptionError` if a measure is unknown, or undefined for a model, or no text is named.
         """
         check_measures(self.measures or ())
         found = subjects(self.models)

@@ -20,14 +20,13 @@ from transformers import set_seed
 from hf_posenc.errors import RecipeError, StorageError, shown
 from hf_posenc.patches.adapter_files import apart, fingerprint
 from hf_posenc.patches.atomic_files import UNFINISHED, publish, storing, write_text
-from hf_posenc.recipes import durations, layout, loading
+from hf_posenc.recipes import durations, loading, storage
 from hf_posenc.recipes.data import sources
 from hf_posenc.recipes.data.windows import content_of
 from hf_posenc.recipes.evaluation.generation import Generation, compared
 from hf_posenc.recipes.evaluation.measure import Workers
 from hf_posenc.recipes.evaluation.verdict import Verdict
 from hf_posenc.recipes.goals import read_recipe
-from hf_posenc.recipes.layout import CHECKPOINTS, MODEL, RECIPE, RUN
 from hf_posenc.recipes.loading import is_masked, load
 from hf_posenc.recipes.processes import enough_threads, processes
 from hf_posenc.recipes.reports import say
@@ -40,6 +39,7 @@ from hf_posenc.recipes.runs.stages.base import Case, Context, Work
 from hf_posenc.recipes.runs.stages.trained import Trained
 from hf_posenc.recipes.schema import fields
 from hf_posenc.recipes.schema.recipe import Recipe
+from hf_posenc.recipes.storage import CHECKPOINTS, MODEL, RECIPE, RUN
 from hf_posenc.recipes.training.adapter import keep_unpacked, quantization, trained_dtype
 from hf_posenc.recipes.training.trainer import divide_batch, teacher_of
 
@@ -51,7 +51,8 @@ _OF_NO_MATTER = ("_name_or_path", "transformers_version", "dtype", "torch_dtype"
 class Outcome:
     """Outcome of a run: the folder of the model is ready for `from_pretrained`.
 
-    `loss` is the last one logged, in nats per token; `None` if the run was finished `already` and nothing was done.
+    `loss` is the last one logged, in nats per token; it and the `results` are `None` if the run was finished `already`
+    and nothing was done.
     """
 
     folder: Path
@@ -59,7 +60,11 @@ class Outcome:
     measurements: Measurements
     loss: float | None
     already: bool = False
-    verdict: Verdict | None = None
+    results: report.Results | None = None
+
+    @property
+    def verdict(self) -> Verdict | None:
+        return None if self.results is None else self.results.verdict
 
 
 def train(recipe: Recipe, folder: str | Path, *, console: Console | None = None, command: str = "") -> Outcome:
@@ -88,7 +93,7 @@ def train(recipe: Recipe, folder: str | Path, *, console: Console | None = None,
     try:
         if is_main:
             files.take(lock, folder)
-        measurements = Measurements.load(folder / layout.MEASUREMENTS, writes=is_main)
+        measurements = Measurements.load(folder / storage.MEASUREMENTS, writes=is_main)
         if (folder / MODEL).is_dir():
             if is_main:
                 files.remove_transfer(folder)  # if the run was killed before it did
@@ -205,7 +210,7 @@ def _finish(context: Context, work: Work) -> Outcome:
     _tell_length(work.model, context.case.tokenizer, facts.reach)
     _save(context, work, results)
     loss = next((entry["loss"] for entry in reversed(work.log) if "loss" in entry), None)
-    return Outcome(folder, folder / MODEL, context.measurements, loss, verdict=verdict)
+    return Outcome(folder, folder / MODEL, context.measurements, loss, results=results)
 
 
 def _compare(context: Context, work: Work) -> str:

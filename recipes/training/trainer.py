@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +13,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Subset
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from transformers import (
+    PreTrainedModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
 from transformers.integrations import get_available_reporting_integrations
 
 from hf_posenc.errors import RecipeError
@@ -29,6 +35,8 @@ from hf_posenc.recipes.training.rates import with_rates
 # Adam's default, 0.999, averages over a thousand steps, which is too slow for a few hundred.
 _ADAM_BETA2 = 0.98
 _LOG_EVERY, _LOGS = 10, 50
+# transformers 5.23 renamed it, and warns about the old name.
+CHECKPOINTING = "activation" if hasattr(PreTrainedModel, "activation_checkpointing_enable") else "gradient"
 
 
 def adaptation_trainer(
@@ -46,9 +54,6 @@ def adaptation_trainer(
 
     A stock model gets the same windows in the same order, and serves as the control of an experiment. Callbacks run
     after the recipe's. If `saves_end`, the last step saves a checkpoint, too, for a stage that follows.
-
-    Raises:
-        RecipeError: The batch cannot be divided among the processes, or the text is shorter than a batch.
     """
     recipe = replace(recipe, training=with_rates(recipe.training, model))
     training, conversion, distillation = recipe.training, recipe.conversion, recipe.distillation
@@ -149,7 +154,11 @@ def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
         remove_unused_columns=False,
         # With False the trainer would change the model's config; `compute_loss` turns the cache off instead.
         use_cache=True,
-        **_checkpointing(training.gradient_checkpointing),
+        **(
+            {f"{CHECKPOINTING}_checkpointing": True, f"{CHECKPOINTING}_checkpointing_kwargs": {"use_reentrant": False}}
+            if training.gradient_checkpointing
+            else {}
+        ),
     )
     # One process drives one device; with more, the trainer would use `DataParallel`.
     if arguments.n_gpu > 1:
@@ -189,20 +198,8 @@ def whole_batches(windows: Any, batch_size: int) -> Any:
     return windows if count == len(windows) else Subset(windows, range(count))
 
 
-def _checkpointing(wanted: bool) -> dict[str, Any]:
-    known = {entry.name for entry in dataclasses.fields(TrainingArguments)}
-    # transformers 5.23 renamed the argument, and warns about the old name.
-    name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
-    return {name: True, f"{name}_kwargs": {"use_reentrant": False}} if wanted else {}
-
-
 class AdaptationTrainer(Distilling, Trainer):
-    """Trainer with a learning rate for the scheme, and distillation.
-
-    Args:
-        scheme_learning_rate: Peak learning rate of the scheme's weights.
-        **kwargs: Arguments of `Distilling` and `Trainer`.
-    """
+    """Trainer with a learning rate for the scheme, and distillation."""
 
     def __init__(self, *, scheme_learning_rate: float, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -217,11 +214,7 @@ class AdaptationTrainer(Distilling, Trainer):
         return super().compute_loss(model, inputs | {"use_cache": False}, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as `Distilling` does.
-
-        Raises:
-            RecipeError: The loss is not finite; no checkpoint of the step is written.
-        """
+        """Log as `Distilling` does; raise `RecipeError`, before the step is saved, if the loss is not finite."""
         if not math.isfinite(logs.get("loss", 0.0)):
             raise RecipeError(
                 f"The loss at step {self.state.global_step} is {logs['loss']}: the training diverged. Give smaller "
@@ -258,10 +251,8 @@ class LogAndSave(TrainerCallback):
     """Callback that logs at each checkpoint and at the end, and saves no checkpoint at the last step.
 
     A logged loss is the mean since the previous entry. A resumed run starts counting at its checkpoint, so a run
-    without interruption must do so too, or the two would log different numbers. The last step saves the model itself.
-
-    Args:
-        saves_end: Whether the last step saves a checkpoint instead.
+    without interruption must do so too, or the two would log different numbers. The last step saves the model itself,
+    or a checkpoint if `saves_end`.
     """
 
     def __init__(self, *, saves_end: bool = False) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from hf_posenc.recipes.runs.stages.base import Stage
 from hf_posenc.recipes.runs.stages.prepared import Adapt, Convert, Fit
-from hf_posenc.recipes.runs.stages.trained import Lengthen, Train, Trained
-from hf_posenc.recipes.runs.stages.transfer import Transfer
+from hf_posenc.recipes.runs.stages.trained import Lengthen, Train, Trained, Transfer
 from hf_posenc.recipes.schema.recipe import Recipe
 
 

@@ -16,7 +16,6 @@ from rich.console import Console
 from hf_posenc.recipes import loading, storage
 from hf_posenc.recipes.data.windows import Prepared, load_data
 from hf_posenc.recipes.evaluation.grid import Grid
-from hf_posenc.recipes.layout import CHECKPOINTS, RUN
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.reports import say
 from hf_posenc.recipes.runs import files
@@ -25,6 +24,7 @@ from hf_posenc.recipes.runs.measurements import Measurements, Suite
 from hf_posenc.recipes.runs.progress import Pace
 from hf_posenc.recipes.schema import checks
 from hf_posenc.recipes.schema.recipe import Recipe, Training
+from hf_posenc.recipes.storage import CHECKPOINTS, RUN
 from hf_posenc.recipes.training.distillation import Teacher
 from hf_posenc.recipes.training.trainer import AdaptationTrainer
 
@@ -36,10 +36,8 @@ Original = Callable[[Any], AbstractContextManager[None]]
 class Case:
     """A recipe with its text and the config of its model: enough to check it before any weight is loaded.
 
-    Attributes:
-        length: Tokens per window.
-        own_length: Trained length of the model; the length of the windows if its config states none.
-        reads_all: Whether to read the whole text, or only some of it, to find errors.
+    The `own_length` of the model is that of the windows if its config states none. Unless the case `reads_all`, it
+    reads only some of the text, to find errors.
     """
 
     recipe: Recipe
@@ -135,13 +133,8 @@ class Context:
 class Work:
     """What the stages hand on.
 
-    Attributes:
-        facts: Facts of the run; `None` while it is only checked.
-        original: Context in which the model computes as it was loaded.
-        teacher: Teacher of the stages that follow.
-        trainer: Trainer of the last stage.
-        pace: Pace of the last stage.
-        log: Log of all stages.
+    `original` gives the context in which the model computes as it was loaded; trainer and pace are those of the last
+    stage, the log is that of all. There are no facts while a run is only checked.
     """
 
     model: Any
