@@ -37,7 +37,7 @@ def run(folder: Path, console: Console, *, scheme: str, steps: int, windows: int
     console.rule("the result: perplexity on held-out text (lower is better), and copying and recalling", align="left")
     if (found := outcome.results) is not None:
         for table in found.tables():
-            console.print(table.rich())
+            say(console, f"{table.markdown()}\n")
         # Its advice names keys of recipes, which the demo does not take.
         say(console, f"\n{' '.join(found.verdict.sentences if found.verdict else ())}\n")
     (folder / MARKER).write_text(

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from hf_posenc.cli.application import AsJson, app, is_main, quiet, resumable, say_wrote, words
+from hf_posenc.cli.application import AsJson, app, is_main, print_table, quiet, resumable, say_wrote, words
 from hf_posenc.cli.checkpoints import find_tokenizer, load_model
 from hf_posenc.cli.convert import Model
 from hf_posenc.patches.atomic_files import whole_directory
@@ -78,7 +78,8 @@ def evaluate(
     elif main:
         # The first section is enough for the terminal; the report has the rest.
         for table in report.sections[0].tables():
-            Console().print(table.rich())
+            typer.echo(table.caption)
+            print_table(table.header, table.rows)
         for verdict in report.verdicts():
             typer.echo(f"{verdict}\n")
         say_wrote(out, "report.md")

@@ -17,10 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from rich import box
 from rich.console import Console
-from rich.table import Table as RichTable
-from rich.text import Text
 
 from hf_posenc import __version__
 
@@ -40,7 +37,7 @@ def say(console: Console | None, text: str, style: str | None = None) -> None:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with the names of its rows in the first column: Markdown and HTML by `render`, or for a terminal."""
+    """A table with the names of its rows in the first column."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -56,15 +53,6 @@ class Table:
         lines.insert(1, ["-" * widths[0], *(f"{'-' * (width - 1)}:" for width in widths[1:])])
         text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         return f"{self.caption}\n\n{text}" if self.caption else text
-
-    def rich(self) -> RichTable:
-        made = RichTable(title=self.caption or None, title_justify="left", title_style="", box=box.SIMPLE_HEAD)
-        for place, name in enumerate(self.header):
-            made.add_column(Text(name), justify="left" if place == 0 else "right")
-        for row in self.rows:
-            # Not as markup, which brackets are.
-            made.add_row(*map(Text, row))
-        return made
 
 
 def render(template: str, kind: Literal["markdown", "html"] = "markdown", **values: Any) -> str:
