@@ -44,9 +44,6 @@ def bfloat16_pays(width: int) -> bool:
 
 
 def _cpu_has_bfloat16() -> bool:
-    doors = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
-    if all(doors):
-        return any(door() for door in doors if door is not None)
     try:
         flags = set(_CPUS.read_text(encoding="utf-8").split())
     except OSError:  # not Linux

@@ -99,17 +99,15 @@ class MixedLengths:
     """Let a share of long windows be read as texts of at most `length` tokens, or a causal model unlearns short texts.
 
     Their positions restart every `length` tokens, which keeps the parts apart as packed documents. Tokens and labels
-    are unchanged. The seed draws the windows. `collate` makes the batch; by default it stacks.
+    are unchanged. The seed draws the windows.
     """
 
-    def __init__(
-        self, length: int, *, share: float = 0.5, seed: int = 0, collate: Collator = default_data_collator
-    ) -> None:
-        self.length, self.share, self.seed, self._collate = length, share, seed, collate
+    def __init__(self, length: int, *, share: float = 0.5, seed: int = 0) -> None:
+        self.length, self.share, self.seed = length, share, seed
 
     def __call__(self, examples: list[Any]) -> dict[str, Tensor]:
         """Return the batch, with `position_ids` int64 `[B, n]` if windows are longer than `length`."""
-        batch = self._collate(examples)
+        batch: dict[str, Tensor] = default_data_collator(examples)
         ids = batch["input_ids"]
         if ids.shape[1] > self.length:
             places = batch.get("position_ids", torch.arange(ids.shape[1]).expand_as(ids))

@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
-from matplotlib.ticker import FixedLocator
+from matplotlib.ticker import EngFormatter, FixedLocator
 from torch import Tensor
 
 # For what grows from nothing, and for what has two signs; told apart with any colour vision.
@@ -77,11 +77,6 @@ def legend_beside(axes: Axes, title: str = "") -> None:
 def open_frame(axes: Axes) -> None:
     """Take the upper and the right line of a panel away."""
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def thousands(value: float, _: object = None) -> str:
-    """Return a number of tokens along an axis, `"4k"` for 4,000."""
-    return f"{value / 1000:g}k" if abs(value) >= 1000 else f"{value:g}"
 
 
 def spread(last: int) -> Tensor:
@@ -149,7 +144,7 @@ def frame(axes: Axes, distances: Tensor, *, log: bool) -> None:
     if log:
         # Distances may have either sign, and be 0.
         axes.set_xscale("symlog", linthresh=1, base=10)
-        axes.xaxis.set_major_formatter(thousands)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # "4k" for 4,000
     axes.set_xlim(int(distances.min()), max(1, int(distances.max())))
     open_frame(axes)
 
