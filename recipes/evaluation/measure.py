@@ -57,12 +57,9 @@ _INTERVAL = 30.0
 class Measure(ABC):
     """A measurement of language models, on the same inputs for all of them.
 
-    Attributes:
-        name: Name on the command line and in file names.
-        note: Definition of the measured quantity, for the report.
-        mark: Labelled point on the axis of the picture.
-        takes: Kinds of models for which the quantity is defined, as `Auto` classes.
-        hides: Whether an encoder must not read the tokens to predict, so that it takes a corrupted text.
+    The note defines the measured quantity, the mark is a labelled point on its axis. The quantity is defined for the
+    kinds of models that it `takes`, as `Auto` classes. If it `hides` the tokens to predict, encoders read a corrupted
+    text.
     """
 
     name: ClassVar[str]
@@ -102,6 +99,16 @@ class Measure(ABC):
     @abstractmethod
     def pieces(self) -> Sequence[Piece]:
         """Return the pieces of the measurement, short rows first."""
+
+    def _by_piece(self, model: Any, workers: Workers, ends: Callable[[Tensor], bool]) -> Tensor:
+        """Return the samples of each piece, float64 `[pieces, samples]`; NaN after the first that `ends` it."""
+        pieces = self.pieces()
+        found = torch.full((len(pieces), len(pieces[0][1])), torch.nan, dtype=torch.float64)
+        for samples, (_, rows, function) in zip(found, pieces, strict=True):
+            samples[:] = workers.map(partial(function, model), rows, 1)[:, 0]
+            if ends(samples):
+                break
+        return found
 
     def seconds(self, model: Any, batch_size: int = 8) -> float:
         """Estimate the time of a measurement from a few rows of each piece.

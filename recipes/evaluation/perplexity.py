@@ -146,11 +146,8 @@ class ContextPerplexity(Measure):
 
     def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
         quantity = MASKED_PERPLEXITY if is_masked(model) else PERPLEXITY
-        found = torch.full((len(self._contexts), len(self._rows)), torch.nan, dtype=torch.float64)
-        for column, (_, rows, function) in zip(found, self.pieces(), strict=True):
-            column[:] = workers.map(partial(function, model), rows, 1)[:, 0]
-            if bool(column.isnan().all()):
-                break  # Where one context cannot be read, longer ones cannot either.
+        # Where one context cannot be read, longer ones cannot either.
+        found = self._by_piece(model, workers, lambda samples: bool(samples.isnan().all()))
         return (Grid(quantity, {CONTEXT: self._contexts}, found),)
 
     def pieces(self) -> Sequence[Piece]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -83,11 +82,7 @@ class InductionCopy(Measure):
         return [(length, part, self._score) for length, part in zip(self._lengths, parts, strict=True)]
 
     def _measure(self, model: Any, workers: Workers) -> tuple[Grid, ...]:
-        found = torch.full((len(self._lengths), self._samples), torch.nan, dtype=torch.float64)
-        for samples, (_, rows, function) in zip(found, self.pieces(), strict=True):
-            samples[:] = workers.map(partial(function, model), rows, 1)[:, 0]
-            if not self._quantity.shows(samples):
-                break
+        found = self._by_piece(model, workers, lambda samples: not self._quantity.shows(samples))
         return (Grid(self._quantity, {self.axis: self._lengths}, found),)
 
     def _score(self, model: Any, prompts: Tensor, answers: Tensor) -> Tensor:
