@@ -23,7 +23,6 @@ from hf_posenc.patches.patch import Kept, patch, unpatch
 from hf_posenc.patches.surgery import SHARED, is_patched
 from hf_posenc.recipes import durations
 from hf_posenc.recipes.data.collation import Corruptor
-from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.evaluation.measure import Workers
 from hf_posenc.recipes.evaluation.recall import InductionCopy, recalls_for
 from hf_posenc.recipes.evaluation.text import ordinary_tokens
@@ -194,7 +193,7 @@ def layer_costs(
             unpatch(model)
             put_back()
 
-            original = measuring.original()
+            original = measuring.effect(is_original=True)
 
             def effect(chosen: Mapping[str, list[int]]) -> Effect:
                 with _converted(model, scheme, chosen, trained, converting):
@@ -248,16 +247,16 @@ class _Measuring:
         length = min(_TOKENS, trained_length(model.config) or _TOKENS)
         self.abilities: dict[str, InductionCopy] = recalls_for(model.config, symbols, length, samples=_SEQUENCES)
 
-    def original(self) -> Effect:
-        """Measure the stock model, and from now on only its abilities: others cannot be told from chance."""
-        grids = self._grids()
-        shown = {name: grid for name, grid in grids.items() if grid.quantity.shows(grid.samples)}
-        self.abilities = {name: self.abilities[name] for name in shown}
-        return self._effect(shown)
-
-    def effect(self) -> Effect:
-        """Return the loss, and what the model copies and recalls."""
-        return self._effect(self._grids())
+    def effect(self, *, is_original: bool = False) -> Effect:
+        """Return the loss of a model, and what it copies and recalls: from the original on, only what that does."""
+        # Under autocast, casts of the weights that were measured before would serve on.
+        torch.clear_autocast_cache()
+        grids = {name: measure(self._model, Workers(alone=True))[0] for name, measure in self.abilities.items()}
+        if is_original:  # Others cannot be told from chance.
+            grids = {name: grid for name, grid in grids.items() if grid.quantity.shows(grid.samples)}
+            self.abilities = {name: self.abilities[name] for name in grids}
+        shares = {name: grid.at(grid.points[0]).mean for name, grid in grids.items()}
+        return Effect(cost=mean_loss(self._model, self.inputs), abilities=shares)
 
     def seconds(self, windows: int, hybrids: int) -> float:
         """Estimate the time of a transfer of so many windows, and of measuring the original, all layers and hybrids."""
@@ -268,15 +267,6 @@ class _Measuring:
         architecture = of_model(self._model)
         layers = sum(len(architecture.attentions(body)) for body in architecture.stacks(self._model).values())
         return _STEP * windows * window + (1 + layers + hybrids) * each
-
-    def _effect(self, grids: Mapping[str, Grid]) -> Effect:
-        shares = {name: grid.at(grid.points[0]).mean for name, grid in grids.items()}
-        return Effect(cost=mean_loss(self._model, self.inputs), abilities=shares)
-
-    def _grids(self) -> dict[str, Grid]:
-        # Under autocast, casts of the weights that were measured before would serve on.
-        torch.clear_autocast_cache()
-        return {name: measure(self._model, Workers(alone=True))[0] for name, measure in self.abilities.items()}
 
 
 @contextlib.contextmanager
