@@ -35,12 +35,9 @@ _TOKENS = 61
 class Need:
     """Bytes of one training step.
 
-    Attributes:
-        fixed: Weights, Adam's moments, a teacher, casts of weights, and what the allocator keeps.
-        gradients: Gradients of all weights, with the second one of a matrix that is embedding and head.
-        window: Activations of a window.
-        logits: Logits of a window, and what is made of them.
-        at_once: The most of these that are there at once.
+    Fixed are weights, Adam's moments, a teacher, casts of weights, and what the allocator keeps. A matrix that is
+    embedding and head has two gradients. Of a window there are activations, and logits with what is made of them, of
+    which no more than `at_once`.
     """
 
     fixed: int

@@ -1,14 +1,4 @@
-"""The recommendation of a comparison, by these rules and no others.
-
-1. Each scheme is judged next to the control at the trained length, by the rules of `evaluation.verdict`.
-2. Up to the trained length, the native encoding is kept unless a scheme is better; of several, the one of the lowest
-   perplexity is taken.
-3. For longer texts, the model of the lowest perplexity at the longest measured length is taken. The native encoding is
-   kept if the 95 % interval of the ratio to the control, paired by window, does not exclude 1.
-4. One scheme is recommended for both if it is the same, or if the native encoding is kept up to the trained length and
-   the scheme for longer texts costs at most `ACCEPTABLE` there and copies and recalls no less.
-5. After fewer than `SHORT` tokens per parameter of the model, the headline says that it is provisional.
-"""
+"""The recommendation of a comparison, by the rules in docs/compare.md and no others."""
 
 from __future__ import annotations
 
@@ -19,8 +9,9 @@ from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.evaluation.report import Report
 from hf_posenc.recipes.evaluation.verdict import CONTROL, Verdict, judge
 
-ACCEPTABLE = 1.02
-SHORT = 0.5
+# What a scheme for longer texts may cost at the trained length, as a share of the control's perplexity; and the tokens
+# per parameter of the model after which a recommendation is no longer provisional.
+ACCEPTABLE, SHORT = 1.02, 0.5
 
 
 @dataclass(frozen=True, eq=False)

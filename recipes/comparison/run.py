@@ -93,11 +93,8 @@ def compare(
         command: The command line, for the report.
 
     Raises:
-        OptionError: An argument is unknown or conflicts with another, or the folder holds another comparison.
-        RecipeError: A scheme has no recipe, or the control cannot be trained.
-        UnknownSchemeError: A scheme is unknown.
-        OutputError: The folder holds something else.
-        CheckpointError: The record of the comparison in the folder is damaged.
+        PosencError: An argument is unknown or conflicts with another, the control cannot be trained, or the folder
+            holds something else.
     """
     folder = Path(folder)
     if processes().num_processes > 1:

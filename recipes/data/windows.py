@@ -58,12 +58,9 @@ Example = dict[str, Ids]
 class Prepared:
     """Data for training and evaluation.
 
-    Attributes:
-        train: Windows with `input_ids` and `labels`, int64 `[length]`, and `position_ids` where documents are packed.
-            A stream is shuffled here, a dataset by the trainer.
-        held_out: Concatenated held-out documents, int64 `[tokens]`.
-        tokens: Number of training tokens; `None` for a stream.
-        collate: Collator for an encoder-decoder or an encoder; `None` is the trainer's default.
+    Windows to train on have `input_ids` and `labels`, int64 `[length]`, and `position_ids` where documents are packed.
+    A stream is shuffled here, a dataset by the trainer. Held-out documents are concatenated, int64 `[tokens]`. The
+    number of training tokens is `None` for a stream. Causal models take the trainer's default collator.
     """
 
     train: Dataset | IterableDataset

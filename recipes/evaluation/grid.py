@@ -51,14 +51,9 @@ def _tensor(values: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A measured quantity, and the estimate from its samples.
+    """A measured quantity, and the estimate from its samples; an exponential is that of their mean.
 
-    Attributes:
-        name: Name of the estimate.
-        estimator: Estimate from the samples; an exponential is that of their mean.
-        unit: Unit of the written estimate; empty for a plain number.
-        scale: Factor that converts an estimate to the unit.
-        guess: Estimate that a guessing model would reach; `None` if undefined.
+    The scale converts an estimate to the unit in which it is written. A guessing model would reach the guess.
     """
 
     name: str

@@ -36,14 +36,10 @@ Results = Mapping[str, Grid]
 
 @dataclass(frozen=True)
 class Verdict:
-    """A verdict with its reasons.
+    """A verdict on a model next to another one, with its reasons.
 
-    Attributes:
-        grade: The model compared with the other one.
-        is_bad: Whether the model should not be used as it is.
-        loses: Whether it copies or recalls less.
-        advice: The next step after a run.
-        wants_control: Whether a control would tell more.
+    A bad model should not be used as it is; one that loses copies or recalls less. After a run there is advice on the
+    next step, and whether a control would tell more.
     """
 
     grade: Grade

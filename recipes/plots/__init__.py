@@ -42,7 +42,7 @@ def figures(
     queries: Sequence[int] = (),
     name: str = "",
 ) -> dict[str, Figure]:
-    """Draw what the schemes of a model have learned.
+    """Draw what the schemes of a model have learned, by kind, stack and scheme, such as `"bias-decoder-alibi"`.
 
     A stock model is drawn as what it computes itself: its rotation, its table. The model is left as it was.
 
@@ -58,9 +58,6 @@ def figures(
         queries: Positions of the queries for pictures by distance; empty is the trained length, and others where it
             matters.
         name: Name of the model or its run, for the titles.
-
-    Returns:
-        Figures of matplotlib, by name: kind, stack and scheme, such as `"bias-decoder-..."`.
 
     Raises:
         OptionError: There is no such kind of picture, or none that fits the model.

@@ -45,12 +45,9 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The layers of one stack that have one scheme, with the layers, heads and queries to draw.
+    """The layers of one stack that have one scheme, and the heads and positions of queries to draw.
 
-    Attributes:
-        called: Name of the scheme and its state, for titles.
-        text: The tokens that the stack reads, as they are written along axes.
-        queries: Positions of queries in pictures by distance; empty lets the picture choose.
+    Titles begin with what it is `called`; the text is the tokens that it reads. Without queries, a picture chooses.
     """
 
     stack: str

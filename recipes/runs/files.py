@@ -202,8 +202,7 @@ class Stop(TrainerCallback):
     def ask(self, then: Callable[[], Any]) -> bool:
         """Call a function, which must not return, as soon as a checkpoint is saved.
 
-        Returns:
-            Whether that will be: not where nothing is being trained, and not where it was asked some time before.
+        Return False if that will not be: nothing is being trained, or it was asked some time before.
         """
         if not self._training:
             return False

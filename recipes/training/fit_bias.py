@@ -71,7 +71,7 @@ def fit(
     length: int | None = None,
     steps: int = 20,
 ) -> FitResult:
-    """Fit the biases of a converted model, in place, to the native encoding.
+    """Fit the biases of a converted model, in place, to the native encoding; return errors, losses and the verdict.
 
     Networks start from fresh weights and gates start open, unless some parameters are frozen. The last quarter of the
     text (at most 16 windows) is held out to judge the fit: if the loss on it does not fall, all schemes keep their
@@ -92,9 +92,6 @@ def fit(
         corrupt: Function from token ids to an encoder's inputs; `None` is the text itself.
         length: Maximum distance plus one; `None` is the trained length, at most 1,024.
         steps: Maximum number of steps (L-BFGS, 20 iterations each); the last is one that hardly lowers the error.
-
-    Returns:
-        Errors, losses and verdict.
 
     Raises:
         NotPatchedError: The model is not patched.

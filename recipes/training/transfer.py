@@ -314,7 +314,7 @@ def transfer(
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> TransferResult:
-    """Fit the attention of a converted model, in place, to what the original attention wrote.
+    """Fit the attention of a converted model, in place, to what the original wrote; return distances and the verdict.
 
     Unlike `fit`, which needs additive schemes, this works for any scheme in attention, and with `projections` also for
     one without weights. A step costs less than a training step. The caller's random state is unchanged.
@@ -335,9 +335,6 @@ def transfer(
         scheme_learning_rate: Initial learning rate of the scheme; `None` is `learning_rate`, or follows from the size.
         seed: Random seed of the order of windows.
         progress: Function called after each step with the number of steps done.
-
-    Returns:
-        Distances and verdict.
 
     Raises:
         NotPatchedError: The model is not patched.
