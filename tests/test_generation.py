@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import hf_posenc
 from hf_posenc.recipes.data.collation import corruptor
 from hf_posenc.recipes.data.text import builtin_text
 from hf_posenc.recipes.evaluation import Generation, generation
-from hf_posenc.recipes.evaluation.generation import compared
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.runs import run
 
@@ -55,11 +53,7 @@ def test_agreement_with_the_original(ids: torch.Tensor, architecture: str, monke
     other = generates(model)
     assert other[0].at(8).mean < 0.9
     assert other[1].at(8).mean < 8
-    agreement = original[0].quantity.write(other[0].at(8)).partition(" ")[0]
-    assert f"agreement {agreement} (100.000) %" in compared(original, other)
     # Nothing is said of a model whose table of positions is too short.
-    silent = [dataclasses.replace(grid, samples=grid.samples * math.nan) for grid in original]
-    assert f"agreement {agreement} (-) %" in compared(silent, other)
     generates._first = generates._first * math.nan
     assert [grid.write(8) for grid in generates(model)[:2]] == ["-", "-"]
 
@@ -84,4 +78,4 @@ def test_a_run_says_what_its_model_writes(tmp_path: Path, monkeypatch: pytest.Mo
     recipe = read_recipe("swap", [*changes, "model=tiny-llama", "conversion.fit=null"])
     folder = run.train(recipe, tmp_path / "run").folder
     for page in ("table.md", "model/README.md"):
-        assert "Greedy continuations of 2 prompts" in (folder / page).read_text(encoding="utf-8")
+        assert "2 prompts of 24 to 48 tokens" in (folder / page).read_text(encoding="utf-8")

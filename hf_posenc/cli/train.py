@@ -133,9 +133,9 @@ def push(
     revision: Annotated[str | None, Option(metavar="BRANCH", help="Branch to push to. Default: main.")] = None,
 ) -> None:
     """Push the model of a finished run to the hub, with its card, table and picture."""
-    from hf_posenc.recipes.runs import hub as pushing
+    from hf_posenc.recipes.runs import report
 
-    typer.echo(f"pushed to {pushing.push(directory, repository, private=private, revision=revision)}")
+    typer.echo(f"pushed to {report.push(directory, repository, private=private, revision=revision)}")
 
 
 def _follow(folder: Path, do: Callable[[Console], Outcome]) -> None:

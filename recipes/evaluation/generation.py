@@ -158,15 +158,3 @@ def _repeated(written: Tensor, inside: Tensor) -> Tensor:
         grams = [tuple(tokens[at : at + _GRAM]) for at in range(length - _GRAM + 1)]
         found.append(1 - len(set(grams)) / len(grams) if grams else 0.0)
     return torch.tensor(found, dtype=torch.float64)
-
-
-def compared(original: Sequence[Grid], converted: Sequence[Grid]) -> str:
-    """Return in one sentence what a converted model and the original write, from the results of `Generation`."""
-    parts = []
-    for before, after in zip(original, converted, strict=True):
-        for point in after.points if "task" in after.axes else (_WRITTEN,):
-            name = f"{point}, {after.quantity.name}" if "task" in after.axes else after.quantity.name
-            own, other = (each.quantity.write(each.at(point)).partition(" ")[0] for each in (after, before))
-            parts.append(f"{name} {own} ({other}) {after.quantity.unit}".rstrip())
-    prompts = converted[0].samples.shape[-1]
-    return f"Greedy continuations of {prompts} prompts (the original's in brackets): {'; '.join(parts)}."

@@ -25,8 +25,8 @@ _FITTED = ", after a fit to "
 class Facts:
     """Facts of a run that are known before its first step, for header, table, model card and run.json.
 
-    `native`, `start`, `share` (of the native rotation that stays), `device`, `stages`, `memory` (of a step) and
-    `writes` (next to the original) are in words. The `trained_length` is that of the run if the model's config states
+    `native`, `start`, `share` (of the native rotation that stays), `device`, `stages` and `memory` (of a step) are
+    in words. The `trained_length` is that of the run if the model's config states
     none. New parameters are those of the scheme, whose options and number of layers are by stack. A model that was
     converted before `came_with` schemes. `other_tokens` are those of the stages before and after the training.
     """
@@ -53,7 +53,6 @@ class Facts:
     stages: tuple[str, ...] = ()
     other_tokens: int = 0
     memory: str = ""
-    writes: str = ""
 
     def with_verdict(self, found: Mapping[str, Any] | None) -> Facts:
         """Return the facts after the verdict on a fit or a transfer, a caution if the start was not accepted."""

@@ -92,7 +92,7 @@ def seconds_of(
             if left > 0:
                 found[stage.section] = left * _seconds_per_step(stage, case, work)
         count = 2 + sum(1 + _between(stage) for stage in trained) - measured
-        found["measuring"] = max(0, count) * case.suite.seconds(work.model)
+        found["measuring"] = max(0, count) * sum(each.seconds(work.model) for each in case.measures[0].values())
     except torch.OutOfMemoryError:
         return {}  # The run may still fit, for instance with other lengths.
     finally:
@@ -118,8 +118,8 @@ def seconds_for(recipe: Recipe, texts: Mapping[int, Prepared]) -> dict[str, floa
     recipe = hybrids.stand_in(recipe, case.config)
     # A teacher that the recipe names takes about as long.
     recipe = replace(recipe, distillation=replace(recipe.distillation, teacher=None))
-    Convert(recipe).convert(work)
-    Adapt(recipe).adapt(work)
+    Convert(recipe).run(None, work)
+    Adapt(recipe).run(None, work)
     recipe = sized(recipe, forecast(case)[1])
     with enough_threads(work.model, divide_batch(recipe.training, 1)[0] * case.length):
         return choosing | seconds_of(case, stages.training(recipe), work)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from transformers import TrainerCallback
 from hf_posenc.patches.atomic_files import reading
 from hf_posenc.recipes.data.windows import Prepared
 from hf_posenc.recipes.evaluation.grid import Grid
-from hf_posenc.recipes.evaluation.measure import Workers
-from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, check_read, contexts_for, windows_for
+from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, contexts_for, windows_for
 from hf_posenc.recipes.evaluation.recall import RECALLS, InductionCopy, recalls_for
 from hf_posenc.recipes.evaluation.report import Report, Section
 from hf_posenc.recipes.evaluation.text import ordinary_tokens
@@ -26,47 +24,29 @@ from hf_posenc.recipes.schema.recipe import Evaluation
 from hf_posenc.recipes.storage import load, save
 
 _PERPLEXITY = ContextPerplexity.name
-_LABEL, _CELL = 16, 9
 _NOTE = "The same held-out windows and sequences, by model or optimizer step of the converted one."
 
 # A function that measures a model, and returns the results by name: perplexity, and `RECALLS` of causal models.
 Measure = Callable[[Any], Mapping[str, Grid]]
 
 
-@dataclass(frozen=True, eq=False)
-class Suite:
-    """The measures of a run: perplexity on held-out text, and for causal models copying and recalling.
+def measures_of(
+    evaluation: Evaluation, config: Any, tokenizer: Any, data: Prepared, length: int, own: int
+) -> tuple[dict[str, ContextPerplexity | InductionCopy], tuple[str, ...]]:
+    """Return the measures of a run by name, perplexity first, and why some contexts are left out.
 
-    The notes say which contexts are left out, and why.
+    They are those of a model of a trained length `own`, after a training in windows of `length`. Raise `RecipeError` if
+    the text is too short, or a context.
     """
-
-    measures: Mapping[str, ContextPerplexity | InductionCopy]
-    notes: tuple[str, ...]
-
-    @classmethod
-    def of(cls, evaluation: Evaluation, config: Any, tokenizer: Any, data: Prepared, length: int, own: int) -> Suite:
-        """Return the measures of a model of a trained length, after a training in windows of `length`.
-
-        Raise `RecipeError` if the text is too short, or a context.
-        """
-        tokens, longest = len(data.held_out), max(evaluation.contexts or [min(own, length)])
-        windows = windows_for(longest, tokens, most=evaluation.windows)
-        contexts, notes = contexts_for(own, tokens, windows=windows, contexts=evaluation.contexts)
-        if windows < evaluation.windows:
-            notes = (f"measured in {windows} windows: the held-out text has {tokens:,} tokens", *notes)
-        symbols = ordinary_tokens(data.held_out, tokenizer.all_special_ids)
-        perplexity = ContextPerplexity(data.held_out, contexts, windows=windows, corrupt=data.corrupt)
-        recalls = recalls_for(config, symbols, min(own, length), samples=evaluation.windows)
-        return cls({_PERPLEXITY: perplexity, **recalls}, notes)
-
-    def results(self, model: Any) -> dict[str, Grid]:
-        """Measure a model in each process alone; raise `PositionError` if it can read none of the contexts."""
-        found = {name: measure(model, Workers(alone=True))[0] for name, measure in self.measures.items()}
-        check_read(model, found[_PERPLEXITY])
-        return found
-
-    def seconds(self, model: Any) -> float:
-        return sum(measure.seconds(model) for measure in self.measures.values())
+    tokens, longest = len(data.held_out), max(evaluation.contexts or [min(own, length)])
+    windows = windows_for(longest, tokens, most=evaluation.windows)
+    contexts, notes = contexts_for(own, tokens, windows=windows, contexts=evaluation.contexts)
+    if windows < evaluation.windows:
+        notes = (f"measured in {windows} windows: the held-out text has {tokens:,} tokens", *notes)
+    symbols = ordinary_tokens(data.held_out, tokenizer.all_special_ids)
+    perplexity = ContextPerplexity(data.held_out, contexts, windows=windows, corrupt=data.corrupt)
+    recalls = recalls_for(config, symbols, min(own, length), samples=evaluation.windows)
+    return {_PERPLEXITY: perplexity, **recalls}, notes
 
 
 class Measurements:
@@ -135,22 +115,8 @@ class Measurements:
         return 0 if name == "before" else last or -1
 
 
-def heading(results: Mapping[str, Grid]) -> str:
-    """Return the heading of lines in the terminal."""
-    names = [*(f"{context:,}" for context in results[_PERPLEXITY].points), *_recalls(results)]
-    return f"{'tokens read':<{_LABEL}}" + "".join(f"{name:>{_CELL}}" for name in names)
-
-
-def line(label: str, results: Mapping[str, Grid]) -> str:
-    """Return a line: perplexity by length, and what is copied and recalled in %."""
-    grid = results[_PERPLEXITY]
-    cells = [f"{grid.at(context).mean:.4g}" for context in grid.points]
-    cells += [f"{100 * each.at(each.points[0]).mean:.3g} %" for each in _recalls(results).values()]
-    return f"{label:<{_LABEL}}" + "".join(f"{'-' if 'nan' in cell else cell:>{_CELL}}" for cell in cells)
-
-
-def _recalls(results: Mapping[str, Grid]) -> dict[str, Grid]:
-    return {name: grid for name, grid in results.items() if name in RECALLS}
+def _line(label: str, *cells: str) -> str:
+    return f"{label:<16}" + "".join(f"{cell:>9}" for cell in cells)
 
 
 class Measuring(TrainerCallback):
@@ -211,8 +177,14 @@ class Measuring(TrainerCallback):
         self.take(self._begins + state.global_step, model)
 
     def _print(self, key: str | int) -> None:
+        """Print a line: perplexity by length, and what is copied and recalled in %."""
         results = self._measurements.results(key)
+        perplexity, recalls = results[_PERPLEXITY], {name: results[name] for name in RECALLS if name in results}
+        cells = [f"{perplexity.at(context).mean:.4g}" for context in perplexity.points]
+        cells += [f"{100 * each.at(each.points[0]).mean:.3g} %" for each in recalls.values()]
+        cells = ["-" if "nan" in cell else cell for cell in cells]
         if not self._has_heading:
-            say(self._console, heading(results), "bold")
-        say(self._console, line(key if isinstance(key, str) else f"step {key}", results))
+            names = ["tokens read", *(f"{context:,}" for context in perplexity.points), *recalls]
+            say(self._console, _line(*names), "bold")
+        say(self._console, _line(key if isinstance(key, str) else f"step {key}", *cells))
         self._has_heading = True

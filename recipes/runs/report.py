@@ -1,4 +1,4 @@
-"""The verdict on a run with the next step, and its report: a table, a picture, a page and the model card."""
+"""The verdict on a run and its report: a table, a picture, a page and the model card, here and on the hub."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import CommitOperationAdd, EvalResult, HfApi, ModelCard, ModelCardData
 from matplotlib.figure import Figure
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
-from hf_posenc.errors import PosencError
+from hf_posenc.errors import PosencError, RecipeError
 from hf_posenc.patches.atomic_files import write_text
 from hf_posenc.patches.model_card import TASKS, base_and_licence, encoding_section, name_of, on_the_hub
 from hf_posenc.recipes.data.sources import BUILTIN
@@ -109,7 +109,7 @@ def control_of(folder: Path, recipe: Recipe, measurements: Measurements) -> Meas
 class Results:
     """All that is known of a run at its end; `log` is that of the trainer (`trainer.state.log_history`).
 
-    The control is there if the run can be compared with it.
+    The control is there if the run can be compared with it, and what the models write if it was asked for.
     """
 
     measurements: Measurements
@@ -118,6 +118,7 @@ class Results:
     pace: Pace | None = None
     verdict: Verdict | None = None
     control: Measurements | None = None
+    writing: Section | None = None
 
     def measured(self) -> dict[str, dict[str, Grid]]:
         """Return the results of the measured models, by their name in table and picture, then by measure."""
@@ -166,6 +167,7 @@ class Results:
             "losses": [loss for _, loss in self.losses()],
             "pace": self.pace,
             "verdict": self.verdict,
+            "writing": self.writing,
         }
 
 
@@ -290,3 +292,37 @@ def _text(recipe: Recipe) -> str:
     if recipe.data.read_from == BUILTIN:
         return "the documentation that comes with Python"
     return f"`{name_of(recipe.data.read_from)}`" + (f" ({recipe.data.config})" if recipe.data.config else "")
+
+
+# -- the hub -----------------------------------------------------------------------------------------------------------
+
+
+def push(folder: Path, repository: str, *, private: bool = False, revision: str | None = None) -> str:
+    """Upload the model of a finished run, with its card, table and picture, in one commit.
+
+    Repository and branch (`None` is the main one) are created if necessary. Return the URL of the commit; raise
+    `RecipeError` if the run is not finished, or the hub refuses.
+    """
+    if not (folder / RECIPE).is_file():
+        raise RecipeError(f"{folder} holds no run of a recipe. Give the folder that `hf-posenc train` wrote.")
+    model = folder / MODEL
+    if not model.is_dir():
+        raise RecipeError(
+            f"The run in {folder} is not finished. Go on with it first: hf-posenc resume {shlex.quote(str(folder))}"
+        )
+    # The card has the recipe, without local paths.
+    files = {name: folder / name for name in (TABLE, PICTURE) if (folder / name).is_file()}
+    files |= {path.relative_to(model).as_posix(): path for path in sorted(model.rglob("*")) if path.is_file()}
+    api = HfApi()
+    try:
+        name = api.create_repo(repository, private=private or None, exist_ok=True).repo_id
+        if private and not api.model_info(name).private:
+            raise RecipeError("it is public already. Make it private on the hub, or choose another name.")
+        if revision is not None:
+            api.create_branch(name, branch=revision, exist_ok=True)
+        operations = [CommitOperationAdd(path, str(file)) for path, file in files.items()]
+        done = api.create_commit(name, operations, commit_message="Adapt with hf_posenc", revision=revision)
+    except Exception as error:  # The HTTP library and its exceptions differ between versions of the client.
+        words = " ".join(str(error).split()) or type(error).__name__
+        raise RecipeError(f"Pushing to {repository} failed: {words}") from error
+    return str(done.commit_url)

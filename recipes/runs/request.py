@@ -125,17 +125,9 @@ def model_in(source: str) -> str:
 class Request:
     """An evaluation of models by their names, with the options of `hf-posenc eval`.
 
-    Attributes:
-        models: Models as `subjects` reads them; the first is the reference.
-        measures: Names in `MEASURES`; `None` means the usual ones.
-        text: A local file or folder, or "builtin"; `None` means the held-out text of the runs among the models if all
-            have the same, else "builtin" if one of the models is the built-in one.
-        column: Column of the text, in files with columns.
-        contexts: Context lengths in tokens; `None` means a quarter to eight times the trained length.
-        trained_length: Tokens per window in training; `None` means the length in the first model's config.
-        samples: Windows, sequences or examples of each kind.
-        batch_size: Windows or examples per forward.
-        seed: Random seed of all samples.
+    The models are as `subjects` reads them, the first is the reference. Without a text it is what the runs among the
+    models held out if all have the same, or else "builtin" if one of the models is the built-in one. Contexts and
+    trained length follow from the first model's config. Samples are windows, sequences or examples of each kind.
     """
 
     models: tuple[str, ...]

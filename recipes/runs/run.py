@@ -23,9 +23,10 @@ from hf_posenc.patches.atomic_files import UNFINISHED, publish, storing, write_t
 from hf_posenc.recipes import durations, loading, storage
 from hf_posenc.recipes.data import sources
 from hf_posenc.recipes.data.windows import content_of
-from hf_posenc.recipes.evaluation.generation import Generation, compared
+from hf_posenc.recipes.evaluation.generation import Generation
 from hf_posenc.recipes.evaluation.measure import Workers
-from hf_posenc.recipes.evaluation.verdict import Verdict
+from hf_posenc.recipes.evaluation.report import Section
+from hf_posenc.recipes.evaluation.verdict import ORIGINAL, Verdict
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.loading import is_masked, load
 from hf_posenc.recipes.processes import enough_threads, processes
@@ -140,6 +141,7 @@ def _run(
 ) -> Outcome:
     """Do what is left of a run: check all of its stages, run them one after the other, and write what came out."""
     record, case, together = record_of(folder), Case.of(recipe), processes()
+    here, sizes = str(together.num_processes), record.get(files.MICRO, {})
     chosen: Mapping[str, Any] = {}
     if recipe.conversion.measured_layers is not None:
         forecast(case)  # What cannot run is refused before anything is measured.
@@ -155,7 +157,7 @@ def _run(
     has_checkpoint = any(map(files.last, places))
     # Micro batches round differently, so a resumed run takes those that it began with, whatever memory is free now.
     if has_checkpoint or (context.checkpoints / "transfer" / files.TRANSFERRED).is_file():
-        micro = record.get(files.MICRO, {}).get(str(together.num_processes), micro)
+        micro = sizes.get(here, micro)
     micro_batch, _ = divide_batch(recipe.training, together.num_processes)
     set_seed(recipe.training.seed)
     work = Work(_load(recipe), facts)
@@ -164,8 +166,8 @@ def _run(
             work.teacher = teacher_of(work.model, recipe)
         given = _given(context, work)
         _check_given(context, record, given)
-        _claim(context, lock, facts, {**given, **chosen, files.MICRO: {**record.get(files.MICRO, {}), _here(): micro}})
-        for line in (*header(facts), *case.suite.notes):
+        _claim(context, lock, facts, {**given, **chosen, files.MICRO: {**sizes, here: micro}})
+        for line in (*header(facts), *case.measures[1]):
             context.say(line)
         recipe = sized(recipe, micro)
         for stage in stages.stages(recipe):
@@ -174,10 +176,6 @@ def _run(
             if not stage.finished(context):
                 stage.run(context, work)
         return _finish(context, work)
-
-
-def _here() -> str:
-    return str(processes().num_processes)
 
 
 def _tell_damage(context: Context, folder: Path) -> None:
@@ -202,9 +200,8 @@ def _finish(context: Context, work: Work) -> Outcome:
     assert facts is not None
     control = report.control_of(folder, recipe, context.measurements)
     verdict = report.judge(context.measurements, facts, control)
-    if recipe.evaluation.prompts:
-        facts = replace(facts, writes=_compare(context, work))
-    results = report.Results(context.measurements, facts, work.log, work.pace, verdict, control)
+    writing = _compare(context, work, facts.encoding or "trained")
+    results = report.Results(context.measurements, facts, work.log, work.pace, verdict, control, writing)
     if processes().is_main_process:
         report.write(folder, results)
     _tell_length(work.model, context.case.tokenizer, facts.reach)
@@ -213,20 +210,19 @@ def _finish(context: Context, work: Work) -> Outcome:
     return Outcome(folder, folder / MODEL, context.measurements, loss, results=results)
 
 
-def _compare(context: Context, work: Work) -> str:
-    """Compare what the trained model and the original write, in words."""
+def _compare(context: Context, work: Work, name: str) -> Section | None:
+    """Compare what the trained model and the original write, if it is asked for."""
     case, model = context.case, work.model
-    if is_masked(model):
-        return "Nothing: a masked language model continues no text."
+    if not case.recipe.evaluation.prompts or is_masked(model):
+        return None
     text = case.text(case.recipe.training)
     generation = Generation(text.held_out, case.tokenizer, samples=case.recipe.evaluation.prompts, corrupt=text.corrupt)
     original, _ = load(case.recipe.model, **trained_dtype(case.recipe.adapter))
     with case.precise():
         # Every process writes all, since the forward of a sharded model needs all of them.
         workers = Workers(alone=True)
-        sentence = compared(generation(original.to(model.device), workers), generation(model, workers))
-    context.say(sentence)
-    return sentence
+        found = {ORIGINAL: generation(original.to(model.device), workers), name: generation(model, workers)}
+    return Section(generation.name, generation.title, generation.note, found)
 
 
 def _save(context: Context, work: Work, results: report.Results) -> None:

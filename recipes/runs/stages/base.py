@@ -16,11 +16,14 @@ from rich.console import Console
 from hf_posenc.recipes import loading, storage
 from hf_posenc.recipes.data.windows import Prepared, load_data
 from hf_posenc.recipes.evaluation.grid import Grid
+from hf_posenc.recipes.evaluation.measure import Workers
+from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, check_read
+from hf_posenc.recipes.evaluation.recall import InductionCopy
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.reports import say
 from hf_posenc.recipes.runs import files
 from hf_posenc.recipes.runs.facts import Facts
-from hf_posenc.recipes.runs.measurements import Measurements, Suite
+from hf_posenc.recipes.runs.measurements import Measurements, measures_of
 from hf_posenc.recipes.runs.progress import Pace
 from hf_posenc.recipes.schema import checks
 from hf_posenc.recipes.schema.recipe import Recipe, Training
@@ -79,10 +82,10 @@ class Case:
         return self.texts[settings.length or self.length]
 
     @cached_property
-    def suite(self) -> Suite:
-        """What is measured before, during and after the training."""
+    def measures(self) -> tuple[dict[str, ContextPerplexity | InductionCopy], tuple[str, ...]]:
+        """What is measured before, during and after the training, and why no more."""
         text, evaluation = self.text(self.recipe.training), self.recipe.evaluation
-        return Suite.of(evaluation, self.config, self.tokenizer, text, self.length, self.own_length)
+        return measures_of(evaluation, self.config, self.tokenizer, text, self.length, self.own_length)
 
     def precise(self) -> Any:
         """Return the context of a forward in the precision of the recipe."""
@@ -124,9 +127,11 @@ class Context:
             storage.save({**files.record_of(self.folder), **asdict(facts), **entries}, self.folder / RUN)
 
     def measure(self, model: Any) -> dict[str, Grid]:
-        """Return the perplexity of a model, and how it copies and recalls."""
+        """Return the perplexity of a model, and how it copies and recalls, measured in each process alone."""
         with self.case.precise():
-            return self.case.suite.results(model)
+            found = {name: measure(model, Workers(alone=True))[0] for name, measure in self.case.measures[0].items()}
+        check_read(model, found["perplexity"])
+        return found
 
 
 @dataclass

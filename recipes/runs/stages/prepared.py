@@ -28,13 +28,10 @@ class Convert(Stage):
 
     def check(self, case: Case, work: Work) -> None:
         checks.check_unconverted(self.recipe, case.config)
-        self.convert(work)
+        self.run(None, work)
         checks.check_tables(self.recipe, work.model, case.length)
 
-    def run(self, context: Context, work: Work) -> None:
-        self.convert(work)
-
-    def convert(self, work: Work) -> None:
+    def run(self, context: Context | None, work: Work) -> None:
         conversion, model = self.recipe.conversion, work.model
         if conversion.scheme is not None:
             own = native_scheme(model) if conversion.window is not None else None
@@ -88,10 +85,7 @@ class Adapt(Stage):
         quantization(self.recipe.adapter)
         work.model = attach(work.model, self.recipe.adapter)
 
-    def run(self, context: Context, work: Work) -> None:
-        self.adapt(work)
-
-    def adapt(self, work: Work) -> None:
+    def run(self, context: Context | None, work: Work) -> None:
         """Attach the adapter, and make the teacher unless the recipe names one."""
         work.model = attach(work.model, self.recipe.adapter)
         if self.recipe.distillation.teacher is None:

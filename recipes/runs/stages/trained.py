@@ -79,10 +79,10 @@ class Trained(Stage):
         check_loggers(self.recipe.saving.loggers)
         divide_batch(self.settings, processes().num_processes, section=self.section)
         whole_batches(self.windows(case), self.settings.batch_size)
-        case.suite  # noqa: B018  # It refuses contexts and short texts.
+        case.measures  # noqa: B018  # It refuses contexts and short texts.
 
     def run(self, context: Context, work: Work) -> None:
-        self.train(context, work, work.model, [self.measuring(context, work)], saves_end=self.saves_end)
+        self.train(context, work, work.model, [self.measuring(context, work)])
         assert work.trainer is not None
         work.log += [{**entry, "step": entry["step"] + self.begins} for entry in work.trainer.state.log_history]
 
@@ -112,27 +112,12 @@ class Trained(Stage):
     def module(self, work: Work) -> AbstractContextManager[nn.Module]:
         return contextlib.nullcontext(work.model)
 
-    def trainer(
-        self,
-        case: Case,
-        work: Work,
-        module: nn.Module,
-        *,
-        folder: Path,
-        callbacks: Sequence[TrainerCallback] = (),
-        saves_end: bool = False,
-    ) -> AdaptationTrainer:
-        """Return the trainer of a module, which writes into a folder."""
+    def trainer(self, case: Case, work: Work, module: nn.Module, **more: Any) -> AdaptationTrainer:
+        """Return the trainer of a module; `more` are further arguments of `adaptation_trainer`."""
         recipe = self.settled(work.model)
+        teacher = work.teacher if recipe.distillation.distils else None
         return adaptation_trainer(
-            module,
-            recipe,
-            self.windows(case),
-            folder=folder,
-            collate=self.collate(case),
-            teacher=work.teacher if recipe.distillation.distils else None,
-            callbacks=callbacks,
-            saves_end=saves_end,
+            module, recipe, self.windows(case), collate=self.collate(case), teacher=teacher, **more
         )
 
     def measuring(self, context: Context, work: Work) -> Measuring:
@@ -146,15 +131,7 @@ class Trained(Stage):
             console=context.console,
         )
 
-    def train(
-        self,
-        context: Context,
-        work: Work,
-        module: nn.Module,
-        callbacks: Sequence[TrainerCallback],
-        *,
-        saves_end: bool = False,
-    ) -> None:
+    def train(self, context: Context, work: Work, module: nn.Module, callbacks: Sequence[TrainerCallback]) -> None:
         """Train a module, from the last checkpoint if there is one."""
         case, folder = context.case, self.folder(context)
         distillation = self.settled(work.model).distillation
@@ -173,7 +150,7 @@ class Trained(Stage):
                 module,
                 folder=checkpoints.unfinished,
                 callbacks=[*callbacks, progress, checkpoints, files.STOP],
-                saves_end=saves_end,
+                saves_end=self.saves_end,
             )
             work.trainer.args.run_name = context.folder.resolve().name
             if not is_part and (not distillation.distils or distillation.until):
@@ -233,8 +210,7 @@ class Transfer(Trained):
 
     @contextlib.contextmanager
     def module(self, work: Work) -> Iterator[AttentionTransfer]:
-        is_original = work.teacher is not None and self.recipe.distillation.teacher is None
-        original = work.teacher.model if work.teacher is not None and is_original else None
+        original = None if work.teacher is None or self.recipe.distillation.teacher else work.teacher.model
         transfer = AttentionTransfer(work.model, projections=self.recipe.moves_projections, original=original)
         with transfer.training_only():
             yield transfer
