@@ -55,17 +55,11 @@ def rates(model: nn.Module, stage: Name, tokens: int | None = None, *, fitted: b
     if tokens is not None and not of_attention:
         share = math.log(max(1.0, size / _SIZE)) / math.log(_NOISY / _SIZE)
         factor *= min(1.0, tokens / _TOKENS) ** (0.5 * min(1.0, share))
-    own = [
-        (scheme.adaptation.rate if of_attention or not fitted else 1.0) * _share_of_width(scheme)
-        for scheme in model.modules()
-        if isinstance(scheme, Scheme)
-    ]
+    own = []
+    for scheme in (module for module in model.modules() if isinstance(module, Scheme)):
+        rate, width = scheme.adaptation.rate if of_attention or not fitted else 1.0, scheme.adaptation.rate_width
+        own.append(rate if width is None else rate * min(1.0, width / scheme.geometry.hidden_size))
     return Rates(found.model * factor, found.scheme * factor * min(own, default=1.0))
-
-
-def _share_of_width(scheme: Scheme) -> float:
-    width = scheme.adaptation.rate_width
-    return 1.0 if width is None else min(1.0, width / scheme.geometry.hidden_size)
 
 
 def with_rates(training: Training, model: Any, stage: Name = "training", *, fitted: bool = True) -> Training:

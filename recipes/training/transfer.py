@@ -200,7 +200,10 @@ class AttentionTransfer(nn.Module):
             given = {"input_ids": ids, "decoder_input_ids": inner._shift_right(labels)}
             masks: dict[str, Tensor | None] = {"encoder": mask, "decoder": labels != -100}
         else:
-            positions = None if positions is None else self._readable(_cut(positions, self._length))
+            positions = None if positions is None else _cut(positions, self._length)
+            # The original was trained on no positions beyond: jumps to these are taken out.
+            if positions is not None and (self._length is None or not bool((positions < self._length).all())):
+                positions = without_jumps(positions)
             given = {"input_ids": _cut(ids, self._length), "position_ids": positions}
             mask = None if mask is None else _cut(mask, self._length)
             masks = dict.fromkeys(self._stacks, mask)
@@ -209,12 +212,6 @@ class AttentionTransfer(nn.Module):
         if mask is not None and (has_gaps or not bool(mask.all())):
             given["attention_mask"] = mask
         return given, masks
-
-    def _readable(self, positions: Tensor) -> Tensor | None:
-        """Return positions `[B, S]` that the original model was trained on: jumps beyond are taken out."""
-        if self._length is not None and bool((positions < self._length).all()):
-            return positions
-        return without_jumps(positions)
 
     @contextlib.contextmanager
     def _without_feed_forwards(self) -> Iterator[None]:
