@@ -93,8 +93,11 @@ def compare(
         command: The command line, for the report.
 
     Raises:
-        PosencError: An argument is unknown or conflicts with another, the control cannot be trained, or the folder
-            holds something else.
+        OptionError: An argument is unknown or conflicts with another, or the folder holds another comparison.
+        RecipeError: A scheme has no recipe, or the control cannot be trained.
+        UnknownSchemeError: A scheme is unknown.
+        OutputError: The folder holds something else.
+        CheckpointError: The record of the comparison in the folder is damaged.
     """
     folder = Path(folder)
     if processes().num_processes > 1:
