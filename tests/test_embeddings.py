@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 import hf_posenc
 from hf_posenc import cli
 from hf_posenc.errors import CheckpointError, NotPatchedError, OptionError
-from hf_posenc.recipes.training.embeddings import Embedder, EmbeddingResult, distil_embeddings
+from hf_posenc.recipes.training.embeddings import Embedder, distil_embeddings
+from hf_posenc.recipes.training.features import FeaturesResult
 from hf_posenc.recipes.training.rates import rates
 
 TRAINED, LONGER = 48, 150
@@ -113,7 +114,7 @@ def test_a_longer_table_keeps_what_it_begins_with(folder: Path) -> None:
         torch.manual_seed(0)
         model = hf_posenc.patch(AutoModel.from_pretrained(folder), "learned", num_positions=102)
         own = distil_embeddings(model, ids, embedder, steps=10, learning_rate=rate).rows[0]
-        return own.before, own.after
+        return own.before["embedding"], own.after["embedding"]
 
     # The second rate is the usual one, for a start that is not exact.
     (before, after), (_, hasty) = agreement(None), agreement(rates(bert(1000), "training").model)
@@ -130,8 +131,11 @@ def test_the_command_writes_a_folder_that_agrees_with_the_original(folder: Path,
     rows = json.loads(done.stdout)
     assert [row["tokens"] for row in rows] == [TRAINED - 2, 2 * (TRAINED - 2), LONGER - 2]
     for row in rows:
-        assert 0 < row["agreement before"] < row["agreement"] <= 1
-        assert row["agreement"] > 0.9
+        assert 0 < row["embedding, before"] < row["embedding, after"] <= 1
+        assert row["embedding, after"] > 0.9
+    # The original says of a text of its own length what it says, and cuts longer ones.
+    assert rows[0]["embedding, original"] == pytest.approx(1)
+    assert rows[-1]["embedding, original"] < rows[-1]["embedding, after"]
     # Loaded again, the model agrees as the command says, and by the definition.
     model, embedder = AutoModel.from_pretrained(out).eval(), embedder_of(folder)
     original, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(out)
@@ -164,7 +168,7 @@ def test_what_does_not_learn_stays_and_is_not_written(folder: Path, tmp_path: Pa
     assert torch.equal(torch.get_rng_state(), state)
     assert not found.accepted
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
-    assert all(math.isfinite(row.before) for row in found.rows)
+    assert all(math.isfinite(row.before["embedding"]) for row in found.rows)
     distil_embeddings(model, ids, embedder, steps=30)
     assert not all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
@@ -172,7 +176,7 @@ def test_what_does_not_learn_stays_and_is_not_written(folder: Path, tmp_path: Pa
 def test_a_result_that_is_no_nearer_is_not_written(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = EmbeddingResult((), False, "distillation: the start was not changed.")
+    found = FeaturesResult((), False, "distillation: the start was not changed.")
     monkeypatch.setattr("hf_posenc.recipes.training.embeddings.distil_embeddings", lambda *_, **__: found)
     done = run(folder, "kerple", tmp_path / "out", "--text", text_file(40_000), "--length", 64)
     assert done.exit_code == 1
@@ -190,7 +194,7 @@ def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(NotPatchedError):
         distil_embeddings(AutoModel.from_pretrained(folder), ids, embedder)
     model = hf_posenc.patch(AutoModel.from_pretrained(folder), "kerple")
-    with pytest.raises(OptionError, match="got 3 windows; expected 4"):
+    with pytest.raises(OptionError, match="got 3 samples; expected 4"):
         distil_embeddings(model, ids[:3], embedder)
     with pytest.raises(OptionError, match="steps=0"):
         distil_embeddings(model, ids, embedder, steps=0)

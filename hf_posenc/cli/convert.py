@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -26,6 +27,11 @@ from hf_posenc.cli.application import (
 from hf_posenc.cli.checkpoints import copy_companions, load_converted, load_model, say_how_to_load
 from hf_posenc.errors import OptionError
 from hf_posenc.patches.atomic_files import reading, whole_directory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from hf_posenc.recipes.training.features import FeaturesResult
 
 Model = Annotated[str, Argument(metavar="MODEL", help='A directory, a name on the hub, or "tiny-llama" (built in).')]
 Out = Annotated[Path, Argument(metavar="OUT", help="Folder to write; must not exist.")]
@@ -256,13 +262,9 @@ def embed(
 ) -> None:
     """Give sentence embeddings another scheme and a longer text, and train them to agree with the original's."""
     import torch
-    from rich.console import Console
-    from rich.progress import Progress
     from transformers import AutoModel
 
     from hf_posenc.patches import patch as patching
-    from hf_posenc.patches import record
-    from hf_posenc.recipes import durations
     from hf_posenc.recipes.evaluation.text import read_text, token_ids
     from hf_posenc.recipes.loading import load_config, load_tokenizer, seeded
     from hf_posenc.recipes.processes import processes
@@ -272,8 +274,7 @@ def embed(
     quiet()
     options, text = scheme_options(scheme, keys, option), text_for(str(model), text=text)
     config, tokenizer = load_config(str(model)), load_tokenizer(str(model))
-    if record.from_config(config):
-        raise OptionError(f"{model} is converted already, so its own encoding is gone. Give the original folder.")
+    _check_stock(config, str(model))
     embedder = embeddings.Embedder.of(model, tokenizer, config)
     size = length - embedder.length + embedder.room
     ids = token_ids(read_text(text), tokenizer)
@@ -282,42 +283,68 @@ def embed(
         with reading(f"The weights of {model}"):
             loaded = AutoModel.from_pretrained(model, dtype=torch.float32)
         patching.patch(loaded, scheme, native=_native(native), **options).to(processes().device)
-        console = Console(stderr=True)
-        seen: list[tuple[float, int]] = []
-
-        def tell(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-            seen.append((time.monotonic(), done))
-            # One step would not tell, since texts differ in length.
-            if len(seen) == 1 + steps // 20 > 1:
-                (began, first), (now, last) = seen[0], seen[-1]
-                left = (total - last) * (now - began) / (last - first)
-                console.print(f"time: {durations.words(left)} for the steps, and measuring", highlight=False)
-
-        with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-            task = bar.add_task("steps", total=None)
-            found = embeddings.distil_embeddings(
-                loaded,
-                ids,
-                embedder,
-                steps=steps,
-                batch_size=batch_size,
-                seed=seed,
-                progress=tell,
-            )
-        if not found.accepted:
-            raise OptionError(f"{found.sentence} Nothing is written. Give more text or --steps.")
+        shared: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "seed": seed}
+        found = _distilled(
+            loaded, lambda tell: embeddings.distil_embeddings(loaded, ids, embedder, progress=tell, **shared), steps
+        )
         tokenizer.model_max_length = length
         loaded.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         embeddings.write_modules(model, folder, length)
-    headers = ("tokens", "agreement before", "agreement", "neighbours found by the original", "neighbours found")
-    print_table(headers, map(dataclasses.astuple, found.rows), as_json=as_json)
+    _print_agreement(found, "tokens", as_json=as_json)
     if not as_json:
-        typer.echo(found.sentence)
         say_wrote(out)
         typer.echo("\nTo load it:\n\n    import hf_posenc\n    from sentence_transformers import SentenceTransformer")
         typer.echo(f'    model = SentenceTransformer("{out}")')
+
+
+def _check_stock(config: Any, model: str) -> None:
+    from hf_posenc.patches import record
+
+    if record.from_config(config):
+        raise OptionError(f"{model} is converted already, so its own encoding is gone. Give the original folder.")
+
+
+def _distilled(
+    model: PreTrainedModel, distil: Callable[[Callable[[int, int], None]], FeaturesResult], steps: int
+) -> FeaturesResult:
+    """Run the distillation of a model, a function of its progress; raise `OptionError` if it brought nothing."""
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from hf_posenc.recipes import durations
+    from hf_posenc.recipes.processes import bfloat16_pays, processes
+
+    console = Console(stderr=True)
+    seen: list[tuple[float, int]] = []
+
+    def tell(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+        seen.append((time.monotonic(), done))
+        # One step would not tell, since samples differ in size.
+        if len(seen) == 1 + steps // 20 > 1:
+            (began, first), (now, last) = seen[0], seen[-1]
+            left = (total - last) * (now - began) / (last - first)
+            console.print(f"time: {durations.words(left)} for the steps, and measuring", highlight=False)
+
+    is_wide = bfloat16_pays(model.config.get_text_config().hidden_size)
+    with (
+        torch.autocast(processes().device.type, torch.bfloat16, enabled=is_wide),
+        Progress(console=console, disable=not console.is_terminal, transient=True) as bar,
+    ):
+        task = bar.add_task("steps", total=None)
+        found = distil(tell)
+    if not found.accepted:
+        raise OptionError(f"{found.sentence} Nothing is written. Give more data or --steps.")
+    return found
+
+
+def _print_agreement(found: FeaturesResult, unit: str, *, as_json: bool) -> None:
+    rows = [row.row(unit) for row in found.rows]
+    print_table(list(rows[0]), [list(row.values()) for row in rows], as_json=as_json)
+    if not as_json:
+        typer.echo(found.sentence)
 
 
 @app.command()

@@ -17,17 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
+from transformers import PreTrainedModel
 
 from hf_posenc.errors import CheckpointError, OptionError
 from hf_posenc.patches import surgery
 from hf_posenc.patches.atomic_files import reading, write_text
-from hf_posenc.patches.patch import evaluating
 from hf_posenc.recipes.loading import MODULES, trained_length
-from hf_posenc.recipes.training.callbacks import parameter_groups
-from hf_posenc.recipes.training.distillation import Teacher, hidden_distance
-from hf_posenc.recipes.training.rates import rates
-from hf_posenc.recipes.training.starts import check_counts, check_rates, check_windows, held_out, kept, verdict
+from hf_posenc.recipes.training.distillation import Teacher
+from hf_posenc.recipes.training.features import Features, FeaturesResult, Samples, distil_features
+from hf_posenc.recipes.training.starts import check_windows
 
 # Files of a folder of sentence-transformers, besides the list of its modules: the settings of the encoder, and others.
 _SETTINGS, _OTHER = "sentence_bert_config.json", "config_sentence_transformers.json"
@@ -39,14 +37,8 @@ _POOLINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "max": lambda states: states.amax(1),
 }
 _OLD_NAMES = {"mean": "mean_tokens", "cls": "cls_token", "max": "max_tokens"}
-# Tokens of the shortest texts to learn from, and the most windows that judge the result.
-_SHORTEST, _JUDGED = 16, 32
-# Agreement from which on a start counts as exact. The rate of the model has this factor then, since only the texts that
-# the original cannot read are new to it.
-_EXACT, _CAREFUL = 0.999, 0.1
-# Texts that are measured at once.
-_AT_ONCE = 8
-_WARMUP = 0.05
+# Tokens of the shortest texts to learn from, and texts whose halves are read at once.
+_SHORTEST, _AT_ONCE = 16, 8
 
 
 @dataclass(frozen=True)
@@ -105,7 +97,7 @@ class Embedder:
         """Tokens of a text that the original reads at once, without special ones."""
         return self.length - len(self.before) - len(self.after)
 
-    def read(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def read(self, model: PreTrainedModel, ids: Tensor) -> Features:
         """Return embeddings of texts of one length, `[B, E]`, and the hidden states of their tokens, by layer."""
         before, after = (ids.new_tensor(part).expand(len(ids), -1) for part in (self.before, self.after))
         whole = torch.cat((before, ids, after), dim=1)
@@ -115,7 +107,7 @@ class Embedder:
         return _POOLINGS[self.pooling](found.last_hidden_state), tuple(x[:, own] for x in found.hidden_states[1:])
 
     @torch.no_grad()
-    def read_in_pieces(self, model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def read_in_pieces(self, model: PreTrainedModel, ids: Tensor) -> Features:
         """Return the same of an original, which reads texts longer than it was trained on in pieces of one size."""
         pieces = ids.tensor_split(math.ceil(ids.shape[1] / self.room), dim=1)
         found = [self.read(model, piece) for piece in pieces]
@@ -126,67 +118,59 @@ class Embedder:
         return torch.stack(parts).sum(0), tuple(torch.cat(layer, dim=1) for layer in layers)
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """Embeddings of held-out texts of a length, in tokens without special ones.
+class Texts(Samples):
+    """Texts of one length, the windows `[N, S]`; a shorter one is the beginning of a window."""
 
-    Attributes:
-        before: Mean cosine with the original's embeddings, before the distillation.
-        after: The same after it.
-        cut: Share of the texts whose other half is the most similar of all other halves, by the original, which cuts
-            texts at its length.
-        whole: The same by the converted model.
-    """
+    def __init__(self, embedder: Embedder, ids: Tensor) -> None:
+        self._embedder, self._ids = embedder, ids
+        shortest, longest = min(embedder.room, ids.shape[1]), ids.shape[1]
+        # Each twice the one before.
+        self.sizes = (*(shortest << power for power in range(32) if shortest << power < longest), longest)
 
-    tokens: int
-    before: float
-    after: float
-    cut: float
-    whole: float
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def schedule(self, steps: int, draw: torch.Generator) -> list[int]:
+        """Return lengths between 16 tokens and the whole, drawn on a log scale."""
+        shares = torch.rand(steps, generator=draw).tolist()
+        return [round(_SHORTEST * (self._ids.shape[1] / _SHORTEST) ** share) for share in shares]
+
+    def tokens(self, size: int) -> int:
+        return size
+
+    def inputs(self, chosen: list[int], size: int) -> Tensor:
+        """Return token ids without special ones, `[B, size]`."""
+        return self._ids[chosen, :size]
+
+    def read(self, model: PreTrainedModel, inputs: Tensor) -> Features:
+        return self._embedder.read(model, inputs)
+
+    def alone(self, original: PreTrainedModel, inputs: Tensor) -> Features:
+        """Return what the original says of texts, which it cuts at its length."""
+        return self._embedder.read(original, inputs[:, : self._embedder.room])
+
+    def wanted(self, original: PreTrainedModel, chosen: list[int], size: int) -> Features:
+        return self._embedder.read_in_pieces(original, self.inputs(chosen, size))
+
+    def other_measures(self, read: Callable[[Tensor], Features], chosen: list[int], size: int) -> dict[str, float]:
+        """Return the share of texts whose second half is nearer to their first half than all other second halves."""
+        first, second = (
+            F.normalize(torch.cat([read(row)[0] for row in torch.split(half, _AT_ONCE)]), dim=-1)
+            for half in self.inputs(chosen, size).tensor_split(2, dim=1)
+        )
+        nearest = (first @ second.mT).argmax(1)
+        return {"neighbours": float((nearest == torch.arange(len(chosen), device=nearest.device)).float().mean())}
 
 
-@dataclass(frozen=True)
-class EmbeddingResult:
-    """Outcome of a distillation of embeddings, by lengths from the original's to the windows'."""
-
-    rows: tuple[Agreement, ...]
-    accepted: bool
-    sentence: str
-
-
-@torch.inference_mode(False)  # Gradients are needed, also where the caller wants none.
-def distil_embeddings(
-    model: PreTrainedModel,
-    ids: Tensor,
-    embedder: Embedder,
-    *,
-    steps: int = 300,
-    batch_size: int = 8,
-    learning_rate: float | None = None,
-    scheme_learning_rate: float | None = None,
-    seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
-) -> EmbeddingResult:
+def distil_embeddings(model: PreTrainedModel, ids: Tensor, embedder: Embedder, **options: Any) -> FeaturesResult:
     """Train a converted encoder, in place, to embed texts as the original does, also those longer than its own.
-
-    The loss is 1 minus the cosine of the embeddings, plus the distance of the hidden states of all layers. The texts of
-    a step are the beginnings of some windows, of one length between 16 tokens and the whole, drawn on a log scale. The
-    caller's random state is unchanged.
-
-    The last quarter of the windows (at most 32) is held out. If the embeddings of these come no nearer to the
-    original's, all weights stay as they were, and a warning says so.
 
     Args:
         model: Converted encoder without a head, as `AutoModel` loads it.
-        ids: Windows of text without special tokens, int64 `[N, S]`, at least 4 of at least 32 tokens.
+        ids: Windows of text without special tokens, int64 `[N, S]`, at least 4 of at least 32 tokens. The texts of a
+            step are the beginnings of some windows, of one length between 16 tokens and the whole.
         embedder: Special tokens, pooling and length of the original.
-        steps: Steps of Adam; the rates rise over the first twentieth, and then fall to 0 with a cosine.
-        batch_size: Windows per step.
-        learning_rate: Peak learning rate of the model's own weights; `None` follows from the model's size, and is a
-            tenth of that where the start is exact up to the original's length.
-        scheme_learning_rate: Peak learning rate of the scheme's weights; `None` likewise.
-        seed: Random seed of the texts of each step.
-        progress: Function called after each step with the tokens of a text in the steps so far, and in all steps.
+        **options: Keywords of `distil_features`.
 
     Raises:
         NotPatchedError: The model is not patched.
@@ -194,85 +178,11 @@ def distil_embeddings(
         ShapeError: `ids` are not such windows.
     """
     surgery.check_patched("distil_embeddings", model)
-    check_counts("distil_embeddings", steps=(steps, 1), batch_size=(batch_size, 1), seed=(seed, 0))
-    check_rates("distil_embeddings", learning_rate=learning_rate, scheme_learning_rate=scheme_learning_rate)
     check_windows("distil_embeddings", model, ids, least=2 * _SHORTEST)
-    if len(ids) < 4:
-        raise OptionError(f"distil_embeddings: got {len(ids)} windows; expected 4 at least, of which one is held out.")
     if embedder.room < _SHORTEST:
         raise OptionError(f"distil_embeddings: the original reads {embedder.length} tokens; expected more.")
-    ids, original = ids.to(model.device), Teacher.copy_of(model).model
-    apart = held_out(len(ids), most=_JUDGED)
-    texts, judged = ids[:-apart], ids[-apart:]
-    own = rates(model, "training", batch_size * ids.shape[1] // 2, fitted=False)
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    draw = torch.Generator().manual_seed(seed)
-    with evaluating(model), kept(weights) as put_back:
-        before = _cosines(model, original, embedder, judged)
-        groups = parameter_groups(model, scheme_learning_rate=scheme_learning_rate or own.scheme)
-        careful = _CAREFUL if next(iter(before.values())) > _EXACT else 1.0
-        optimizer = torch.optim.Adam(groups, lr=learning_rate or careful * own.model)
-        schedule = get_cosine_schedule_with_warmup(optimizer, round(_WARMUP * steps), steps)
-        shares = torch.rand(steps, generator=draw).tolist()
-        lengths = [round(_SHORTEST * (ids.shape[1] / _SHORTEST) ** share) for share in shares]
-        for step, length in enumerate(lengths, 1):
-            chosen = texts[torch.randint(len(texts), (batch_size,), generator=draw).to(ids.device), :length]
-            wanted, states = embedder.read_in_pieces(original, chosen)
-            got, own_states = embedder.read(model, chosen)
-            loss = (1 - F.cosine_similarity(got, wanted)).mean() + hidden_distance(own_states, states)
-            optimizer.zero_grad()
-            torch.autograd.backward(loss)
-            torch.nn.utils.clip_grad_norm_(weights, 1.0)
-            optimizer.step()
-            schedule.step()
-            if progress is not None:
-                progress(sum(lengths[:step]), sum(lengths))
-        after = _cosines(model, original, embedder, judged)
-        means = (1 - sum(found.values()) / len(found) for found in (before, after))
-        accepted, sentence = verdict("distillation", "distance from the embeddings of the original", *means)
-        if not accepted:
-            put_back()
-        rows = [
-            Agreement(
-                tokens,
-                before[tokens],
-                after[tokens],
-                cut=_matched(lambda text: embedder.read(original, text[:, : embedder.room]), judged[:, :tokens]),
-                whole=_matched(lambda text: embedder.read(model, text), judged[:, :tokens]),
-            )
-            for tokens in before
-        ]
-    return EmbeddingResult(tuple(rows), accepted, sentence)
-
-
-def _lengths(shortest: int, longest: int) -> list[int]:
-    """Return lengths from the original's on, each twice the one before, and the longest."""
-    found = [shortest << power for power in range(32) if shortest << power < longest]
-    return [*found, longest]
-
-
-@torch.no_grad()
-def _cosines(model: PreTrainedModel, original: Any, embedder: Embedder, ids: Tensor) -> dict[int, float]:
-    """Return the mean cosine of the embeddings of both models by length."""
-    found = {}
-    for tokens in _lengths(min(embedder.room, ids.shape[1]), ids.shape[1]):
-        pairs = (
-            (embedder.read(model, row), embedder.read_in_pieces(original, row))
-            for row in torch.split(ids[:, :tokens], _AT_ONCE)
-        )
-        cosines = [F.cosine_similarity(one[0].double(), other[0].double()) for one, other in pairs]
-        found[tokens] = float(torch.cat(cosines).mean())
-    return found
-
-
-@torch.no_grad()
-def _matched(read: Callable[[Tensor], tuple[Tensor, Any]], ids: Tensor) -> float:
-    """Return the share of texts whose second half is nearer to their first half than all other second halves."""
-    halves = ids.tensor_split(2, dim=1)
-    first, second = (
-        F.normalize(torch.cat([read(row)[0] for row in torch.split(half, _AT_ONCE)]), dim=-1) for half in halves
-    )
-    return float(((first @ second.mT).argmax(1) == torch.arange(len(ids), device=ids.device)).float().mean())
+    original: Any = Teacher.copy_of(model).model
+    return distil_features(model, original, Texts(embedder, ids.to(model.device)), **options)
 
 
 def write_modules(source: str | Path, folder: Path, tokens: int) -> None:

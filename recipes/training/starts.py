@@ -58,13 +58,13 @@ def held_out(windows: int, *, most: int) -> int:
 
 
 def verdict(fitted: str, measure: str, before: float, after: float) -> tuple[bool, str]:
-    """Judge a fit: whether it lowered a measure on held-out text, and the sentence that says so.
+    """Judge a fit: whether it lowered a measure on held-out samples, and the sentence that says so.
 
     A start that is not accepted is also logged, since the caller gets its model back as it was.
     """
     # A measure that is no number is no improvement.
     accepted = after < before
-    change = f"the {measure} on held-out text went from {before:.4g} to {after:.4g}"
+    change = f"the {measure} on held-out samples went from {before:.4g} to {after:.4g}"
     if accepted:
         return True, f"{fitted}: the start is fitted; {change}."
     sentence = f"{fitted}: the start was not changed, since fitting did not improve it: {change}."
