@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NoReturn
@@ -9,11 +10,13 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from hf_posenc.coordinates import grid
 from hf_posenc.errors import ArchitectureError, PositionError, ShapeError
 from hf_posenc.operands import Geometry, NativeTable, check_coords
-from hf_posenc.patches.architecture import embedding_rms, refuse_changed, weight_of
+from hf_posenc.patches.architecture import embedding_rms, of_config, of_model, refuse_changed, weight_of
+from hf_posenc.patches.atomic_files import reading
 from hf_posenc.patches.attention import CONTEXT, arguments_of
 from hf_posenc.patches.body import COORDS, PosencBody
 from hf_posenc.patches.context import Context, Inputs, Switch, real_tokens, refuse_samples
@@ -259,6 +262,73 @@ class ImageFamily(Family):
         weight, size = next(body.parameters()), sizes(body.config)[1]
         shape = (1, getattr(body.config, "num_channels", 3), *size)
         return {"pixel_values": torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu").to(weight)}
+
+
+@torch.no_grad()
+def resized(model: PreTrainedModel, size: int) -> PreTrainedModel:
+    """Return a copy of a stock model for images of `size` x `size` pixels. A table is what transformers interpolates.
+
+    Raises:
+        ArchitectureError: The model reads no images, or none of that size.
+        ShapeError: The size is no multiple of the patch size.
+    """
+    check_encoder(model.config)
+    body, (patch, _) = body_of(model), sizes(model.config)
+    if size % patch[0] or size % patch[1]:
+        raise ShapeError(f"Got {size} pixels; expected a multiple of the patch size, {patch[0]} x {patch[1]}.")
+    config = copy.deepcopy(model.config)
+    config.image_size = size if isinstance(config.image_size, int) else [size, size]
+    with torch.random.fork_rng(devices=[]):
+        made = type(model)(config).to(model.device, model.dtype).eval()
+    weights = model.state_dict()
+    pixels = torch.zeros(1, getattr(config, "num_channels", 3), size, size, device=model.device, dtype=model.dtype)
+    with reading(f"An image of {size} pixels", kind=ArchitectureError):
+        for name, parameter in made.named_parameters():
+            if parameter.shape != weights[name].shape:
+                weights[name] = _table_for(body, pixels).view(parameter.shape)
+        made.load_state_dict(weights)
+        one, other = (body_of(each)(pixels, **stretched(body))[0] for each in (model.eval(), made))
+    if not torch.allclose(one, other, atol=1e-3, rtol=1e-3):
+        refuse_images(type(model), f"compute something else once they are made for {size} pixels")
+    return made
+
+
+def check_encoder(config: Any) -> None:
+    """Raise `ArchitectureError` unless a config is that of an image encoder known here."""
+    if hasattr(config, "vision_config"):
+        raise ArchitectureError(
+            f"A {config.model_type!r} has an image encoder and more; expected the encoder alone. Save it first: "
+            "AutoModel.from_pretrained(MODEL, config=config.vision_config).save_pretrained(FOLDER), with its image "
+            "processor."
+        )
+    if not isinstance(of_config(config), ImageFamily):
+        raise ArchitectureError(f"Models of type {config.model_type!r} read no images; expected an image encoder.")
+
+
+def body_of(model: Any) -> Any:
+    """Return the module of an image encoder, patched or not, that takes `pixel_values` and returns their states."""
+    return next(iter(of_model(model).stacks(model).values()))
+
+
+def stretched(body: Any) -> dict[str, bool]:
+    """Return the keywords with which the body of an image encoder reads images of any size."""
+    return {_STRETCH: True} if _STRETCH in arguments_of(type(body)) else {}
+
+
+def _table_for(body: Any, pixels: Tensor) -> Tensor:
+    """Return the table of a body for images `[1, C, H, W]`, `[rows, E]`, as its embeddings interpolate it."""
+    holder, name = holder_of(body)
+    table, embeddings = holder._parameters[name], embeddings_of(body)
+    alone = copy.deepcopy(embeddings).eval()
+    for (_, old), new in zip(embeddings.named_parameters(), alone.parameters(), strict=True):
+        if old is not table:
+            new.zero_()
+    found = alone(pixels, **stretched(embeddings))
+    tokens = (found if isinstance(found, Tensor) else found[0])[0]
+    (patch, size), (height, width) = sizes(body.config), pixels.shape[-2:]
+    # Some tokens before the patches may have no row.
+    first = len(weight_of(holder, name).flatten(0, -2)) - (size[0] // patch[0]) * (size[1] // patch[1])
+    return torch.cat((tokens[:first], tokens[-(height // patch[0]) * (width // patch[1]) :]))
 
 
 class TurnedImageFamily(ImageFamily):

@@ -298,6 +298,59 @@ def embed(
         typer.echo(f'    model = SentenceTransformer("{out}")')
 
 
+@app.command()
+def enlarge(
+    model: Model,
+    out: Out,
+    images: Annotated[Path, Option(metavar="DIR", help="A folder of pictures, also in folders inside.")],
+    keys: Keys = None,
+    size: Annotated[int | None, Option(min=1, help="Pixels of a side; default: twice those of the original.")] = None,
+    scheme: Annotated[
+        str | None, Option(help="Another scheme; default: the model's own.", autocompletion=_scheme_names)
+    ] = None,
+    native: NativeOption = "remove",
+    option: Options = None,
+    steps: Annotated[int, Option(min=1, help="Optimizer steps.")] = 300,
+    batch_size: Annotated[int, Option(min=1, help="Pictures per step.")] = 8,
+    seed: Annotated[int, Option(min=0, help="Random seed.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Make an image encoder for larger images, and train it to agree with the original on the same pictures."""
+    from hf_posenc.patches import images as encoders
+    from hf_posenc.patches import patch as patching
+    from hf_posenc.patches.architecture import auto_name
+    from hf_posenc.recipes.loading import load_config, place, seeded
+    from hf_posenc.recipes.processes import processes
+    from hf_posenc.recipes.training import features, pictures
+
+    quiet()
+    if scheme is None and (keys or option or native != "remove"):
+        raise OptionError("Options of a scheme are given, and no scheme. Give --scheme NAME.")
+    options = {} if scheme is None else scheme_options(scheme, keys, option)
+    config, files = load_config(model), pictures.picture_files(images)
+    _check_stock(config, model)
+    encoders.check_encoder(config)
+    processor = pictures.load_processor(place(model))
+    larger = pictures.enlarged(processor, size or 2 * pictures.side(processor))
+    with whole_directory(out) as folder, seeded(seed):
+        original = load_model(model, "float32").to(processes().device)
+        made = encoders.resized(original, pictures.side(larger))
+        if scheme is not None:
+            patching.patch(made, scheme, native=_native(native), **options).to(processes().device)
+        samples = pictures.Pictures(files, (processor, larger), original)
+        shared: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "seed": seed}
+        found = _distilled(
+            made, lambda tell: features.distil_features(made, original, samples, progress=tell, **shared), steps
+        )
+        made.save_pretrained(folder)
+        larger.save_pretrained(folder)
+    _print_agreement(found, "pixels", as_json=as_json)
+    if not as_json:
+        kind = type(made).__name__
+        imports = () if scheme is None else ("import hf_posenc",)
+        say_how_to_load(out, (scheme and auto_name(type(made.config), kind)) or kind, *imports)
+
+
 def _check_stock(config: Any, model: str) -> None:
     from hf_posenc.patches import record
 
