@@ -164,6 +164,7 @@ def test_what_is_refused(folder: Path, pictures: Path, tmp_path: Path) -> None:
         (folder, (out, "--images", pictures, "--size", OWN), f"expected more than {OWN}"),
         (folder, (out, "--images", pictures, "--size", 30), "multiple of the patch size, 4 x 4"),
         (folder, (out, "--images", pictures, "-o", "base=3"), "Give --scheme"),
+        (folder, (out, "--images", pictures, "--scheme", "learned"), "learned is a table for one size"),
         (folder, (broken, "--images", pictures), "broken"),
         (DIRECTORIES["llama"], (out, "--images", pictures), "'llama' read no images"),
     ):

@@ -322,6 +322,7 @@ def enlarge(
     from hf_posenc.recipes.loading import load_config, place, seeded
     from hf_posenc.recipes.processes import processes
     from hf_posenc.recipes.training import features, pictures
+    from hf_posenc.scheme import Scheme
 
     quiet()
     if scheme is None and (keys or option or native != "remove"):
@@ -337,6 +338,11 @@ def enlarge(
         made = encoders.resized(original, pictures.side(larger))
         if scheme is not None:
             patching.patch(made, scheme, native=_native(native), **options).to(processes().device)
+            if any(module.facts().end for module in made.modules() if isinstance(module, Scheme)):
+                raise OptionError(
+                    f"{scheme} is a table for one size, and pictures of two sizes are learned. Leave --scheme out: the "
+                    "model's own table is interpolated."
+                )
         samples = pictures.Pictures(files, (processor, larger), original)
         shared: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "seed": seed}
         found = _distilled(
