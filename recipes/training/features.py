@@ -156,11 +156,8 @@ def distil_features(
     own = rates(model, "training", batch_size * samples.tokens(samples.sizes[-1]) // 2, fitted=False)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     draw = torch.Generator().manual_seed(seed)
-    judged, read, alone = (
-        list(range(learned, len(samples))),
-        partial(samples.read, model),
-        partial(samples.alone, original),
-    )
+    judged = list(range(learned, len(samples)))
+    read, alone = partial(samples.read, model), partial(samples.alone, original)
     measure = partial(_measured, samples, original, judged)
     with evaluating(model), evaluating(original), kept(weights) as put_back:
         before = measure(read)
