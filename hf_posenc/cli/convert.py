@@ -312,6 +312,7 @@ def enlarge(
     option: Options = None,
     steps: Annotated[int, Option(min=1, help="Optimizer steps.")] = 300,
     batch_size: Annotated[int, Option(min=1, help="Pictures per step.")] = 8,
+    learning_rate: Annotated[float | None, Option(help="Peak rate of the model; default: by its size.")] = None,
     seed: Annotated[int, Option(min=0, help="Random seed.")] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -345,6 +346,7 @@ def enlarge(
                 )
         samples = pictures.Pictures(files, (processor, larger), original)
         shared: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "seed": seed}
+        shared["learning_rate"] = learning_rate
         found = _distilled(
             made, lambda tell: features.distil_features(made, original, samples, progress=tell, **shared), steps
         )

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from hf_posenc.errors import OptionError
 from hf_posenc.patches.patch import evaluating
 from hf_posenc.recipes.training.callbacks import parameter_groups
 from hf_posenc.recipes.training.distillation import hidden_distance
-from hf_posenc.recipes.training.rates import rates
+from hf_posenc.recipes.training.rates import Name, rates
 from hf_posenc.recipes.training.starts import check_counts, check_rates, held_out, kept, verdict
 
 # Embeddings of samples, `[B, E]`, and the hidden states of their tokens or patches by layer, `[B, S, E]`.
@@ -29,7 +30,7 @@ Features = tuple[Tensor, tuple[Tensor, ...]]
 _JUDGED, _AT_ONCE = 32, 8
 # Agreement from which on a start counts as exact. The rate of the model has this factor then, since only the samples
 # that the original cannot read are new to it.
-_EXACT, _CAREFUL = 0.999, 0.1
+_EXACT, _CAREFUL = 0.99, 0.1
 _WARMUP = 0.05
 
 
@@ -38,9 +39,11 @@ class Samples(ABC):
 
     Attributes:
         sizes: Sizes to measure at: the original's own first, the largest last.
+        stage: Stage whose learning rates are the default.
     """
 
     sizes: tuple[int, ...]
+    stage: ClassVar[Name] = "training"
 
     @abstractmethod
     def __len__(self) -> int:
@@ -153,7 +156,7 @@ def distil_features(
     if len(samples) < 4:
         raise OptionError(f"{caller}: got {len(samples)} samples; expected 4 at least, of which one is held out.")
     learned = len(samples) - held_out(len(samples), most=_JUDGED)
-    own = rates(model, "training", batch_size * samples.tokens(samples.sizes[-1]) // 2, fitted=False)
+    own = rates(model, samples.stage, batch_size * samples.tokens(samples.sizes[-1]) // 2, fitted=False)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     draw = torch.Generator().manual_seed(seed)
     judged = list(range(learned, len(samples)))

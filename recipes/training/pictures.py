@@ -31,6 +31,9 @@ class Pictures(Samples):
         original: Image encoder as it was.
     """
 
+    # At the rates of a training, features of other photographs than those of the steps get worse (DINOv2-small).
+    stage = "refining"
+
     def __init__(self, files: Sequence[Path], processors: Sequence[Any], original: PreTrainedModel) -> None:
         self._files, self._processors = files, {side(processor): processor for processor in processors}
         self.sizes = tuple(self._processors)
@@ -43,9 +46,11 @@ class Pictures(Samples):
         return len(self._files)
 
     def schedule(self, steps: int, draw: torch.Generator) -> list[int]:
-        """Return the original's size for the first half of the steps, and the larger one for the others."""
-        own, larger = self.sizes
-        return [own] * (steps // 2) + [larger] * (steps - steps // 2)
+        """Return the original's size and the larger one in turn.
+
+        One after the other, an exact start has steps of noise at its own size, and then gradients new to Adam.
+        """
+        return [self.sizes[step % 2] for step in range(steps)]
 
     def tokens(self, size: int) -> int:
         return self._others + (size // self._patch) ** 2
