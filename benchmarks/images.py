@@ -22,12 +22,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import RESULTS as FOLDER
+from common import machine, write
 from PIL import Image
 from real import unpacked
-from speed import machine
 from typer.testing import CliRunner
 
-RESULTS = Path(__file__).parent / "results" / "images.json"
+RESULTS = FOLDER / "images.json"
 LEARNED = (
     "astronaut", "brick", "camera", "cell", "coins", "grass", "gravel", "hubble_deep_field", "ihc", "moon",
     "motorcycle_left", "page", "retina", "text", "flower",
@@ -114,11 +115,11 @@ def main() -> None:
             results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"machine": machine()}
             if "original" not in results:
                 results["original"] = originals(original)
-                RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+                write(RESULTS, json.dumps(results, indent=1) + "\n")
             out = Path(place) / name
             settings = {"steps": arguments.steps, "batch_size": 4, "learning_rate": arguments.rate}
             results[name] = enlarged(name, original, shown, out, **settings)
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            write(RESULTS, json.dumps(results, indent=1) + "\n")
             sys.stderr.write(f"{name}: {results[name]}\n")
 
 
