@@ -31,6 +31,7 @@ from real import unpacked
 
 import hf_posenc
 from hf_posenc.recipes import intervals, read_recipe
+from hf_posenc.recipes.data.windows import start_token
 from hf_posenc.recipes.evaluation import context_curve
 from hf_posenc.recipes.evaluation.grid import RATIO
 from hf_posenc.recipes.evaluation.measure import Workers
@@ -156,9 +157,10 @@ def measured(path: Path, given: argparse.Namespace) -> dict[str, Any]:
     ids = token_ids(read_text(str(given.held_out)), tokenizer)
     symbols = ordinary_tokens(ids, tokenizer.all_special_ids)
     found: dict[str, Any] = {"perplexity": {}, "copy": {}, "recall": {}}
+    start = start_token(tokenizer)
 
     def curve(contexts: list[int], windows: int) -> dict[str, list[float]]:
-        samples = context_curve(model, ids, contexts, windows=windows, batch_size=1).samples
+        samples = context_curve(model, ids, contexts, windows=windows, batch_size=1, start=start).samples
         return dict(zip(map(str, contexts), rounded(samples), strict=True))
 
     # As in training, where the original is measured, too.

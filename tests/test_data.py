@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import DIRECTORIES, SAME, stock
 from test_recipe_files import one_line
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, T5Config, default_data_collator
 
 import hf_posenc
@@ -380,14 +381,33 @@ documents_of_ids = st.lists(st.lists(st.integers(1, 99), max_size=20), max_size=
 
 
 @few_examples
-@given(documents_of_ids, st.integers(1, 16))
-def test_windows_are_the_stream(documents: list[list[int]], length: int) -> None:
-    found = [window["input_ids"] for window in preparation.cut_windows(documents, length)]
-    whole = [token for ids in documents for token in ids]
-    assert all(len(window) == length for window in found)
-    flat = [token for window in found for token in window]
+@given(documents_of_ids, st.integers(2, 16), st.sampled_from([None, 0]))
+def test_windows_are_the_stream(documents: list[list[int]], length: int, start: int | None) -> None:
+    found = [window["input_ids"] for window in preparation.cut_windows(documents, length, start)]
+    whole, first = [token for ids in documents for token in ids], [] if start is None else [start]
+    assert all(len(window) == length and window[: len(first)] == first for window in found)
+    flat = [token for window in found for token in window[len(first) :]]
     assert flat == whole[: len(flat)]
-    assert len(whole) - len(flat) < length
+    assert len(whole) - len(flat) < length - len(first)
+
+
+@pytest.mark.parametrize("packing", ["windows", "documents"])
+def test_texts_begin_as_the_tokenizer_begins_them(packing: str, tmp_path: Path, tokenizer: Any) -> None:
+    tokenizer.add_special_tokens({"bos_token": "<start>"})
+    assert preparation.start_token(tokenizer) is None
+    start = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<start> $A", special_tokens=[("<start>", start)])
+    assert preparation.start_token(tokenizer) == start
+    path = write(tmp_path / "a.jsonl", [f"This is story {number} of a dog. " * 5 for number in range(9)])
+    data = Data(source=str(path), held_out_share=0.2, packing=packing)
+    prepared = load_data(data, tokenizer, length=32)
+    rows = [row["input_ids"].tolist() for row in prepared.train]
+    assert not bool((prepared.held_out == start).any())
+    if packing == "windows":
+        assert all(row[0] == start and start not in row[1:] for row in rows)
+    else:
+        flat, end = [token for row in rows for token in row], tokenizer.eos_token_id
+        assert [flat[at + 1] for at, token in enumerate(flat[:-1]) if token == end] == [start] * (flat[:-1].count(end))
 
 
 @few_examples

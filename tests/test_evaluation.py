@@ -172,6 +172,17 @@ def test_what_cannot_be_measured_is_refused(ids: Tensor) -> None:
             make()
 
 
+def test_a_context_begins_with_the_token_before_a_text(ids: Tensor) -> None:
+    model, window = small("gpt2"), ids[:41]
+    (found,) = ContextPerplexity(window, (16, 40), windows=1, targets=16, start=7)(model)
+    for context in (16, 40):
+        replaced = torch.cat((torch.tensor([7]), window[41 - context :]))
+        (wanted,) = ContextPerplexity(replaced, (context,), windows=1, targets=16)(model)
+        assert found.at(context).mean == pytest.approx(wanted.at(context).mean, rel=1e-6)
+    (without,) = ContextPerplexity(window, (16, 40), windows=1, targets=16)(model)
+    assert found.at(16).mean != pytest.approx(without.at(16).mean, rel=1e-4)
+
+
 def test_what_a_model_cannot_read_is_left_open(ids: Tensor) -> None:
     model = small("gpt2").train()
     (by_context,) = ContextPerplexity(ids, (32, 128), windows=3, targets=16)(model)

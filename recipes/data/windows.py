@@ -87,11 +87,12 @@ def load_data(
 ) -> Prepared:
     """Read and tokenise the text of a recipe, and cut it into windows of `length` tokens.
 
-    Each document ends with the tokenizer's end-of-sequence token, or its separator if it has none. No other special
-    token is added, and special tokens in the text are read as plain text. Copies of held-out documents are not trained
-    on either. By its `config`, an encoder-decoder or an encoder restores corrupted windows. If it only `checks`, it
-    reads about a window of the text, and little of what is held out, to find errors, and `tokens` is an estimate. Raise
-    `RecipeError` if the text is missing, too short for a window, or unsuitable for the model.
+    Each document ends with the tokenizer's end-of-sequence token, or its separator if it has none. Each window of a
+    causal model, or in packed rows each document, begins with the token that the tokenizer puts before a text. No other
+    special token is added, and special tokens in the text are read as plain text. Copies of held-out documents are not
+    trained on either. By its `config`, an encoder-decoder or an encoder restores corrupted windows. If it only
+    `checks`, it reads about a window of the text, and little of what is held out, to find errors, and `tokens` is an
+    estimate. Raise `RecipeError` if the text is missing, too short for a window, or unsuitable for the model.
     """
     documents, set_aside = sources.read(data)
     about = None
@@ -107,6 +108,7 @@ def load_data(
         raise RecipeError(
             'data.packing is "documents", which an encoder as it was cannot tell apart. Take data.packing: "windows".'
         )
+    start = start_token(tokenizer) if collate is None else None
     of_tokenizer = _key(VERSION, content_of(tokenizer))
     tokens = _generated(partial(tokenised, tokenizer=tokenizer), documents, _IDS, of_tokenizer)
     measured = _generated(partial(tokenised, tokenizer=tokenizer, most=most), set_aside, _IDS, _key(of_tokenizer, most))
@@ -119,8 +121,8 @@ def load_data(
     avoided, is_packed = frozenset(map(_digest, held_out)), data.packing == "documents"
     columns = ("input_ids", "labels", "position_ids")[: 3 if is_packed else 2]
     features = Features({column: List(Value("int32"), length=length) for column in columns})
-    cut = partial(_windows, length=length, end=end if is_packed else None, avoided=avoided)
-    train = _generated(cut, tokens, features, _key(VERSION, data.packing, length, end, sorted(avoided)))
+    cut = partial(_windows, length=length, start=start, end=end if is_packed else None, avoided=avoided)
+    train = _generated(cut, tokens, features, _key(VERSION, data.packing, length, start, end, sorted(avoided)))
     # Fail now if a stream is too short for a window, not when the training begins.
     next(iter(train))
     if isinstance(train, IterableDataset):
@@ -150,6 +152,12 @@ def end_token(tokenizer: Any) -> int:
             "the tokenizer_config.json of the model."
         )
     return found
+
+
+def start_token(tokenizer: Any) -> int | None:
+    """Return the id of the beginning-of-sequence token if the tokenizer puts it before each text, else `None`."""
+    found = tokenizer("a")["input_ids"][0]
+    return found if found == tokenizer.bos_token_id else None
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
@@ -224,14 +232,18 @@ def _parts(text: str) -> Iterator[str]:
 # -- windows -----------------------------------------------------------------------------------------------------------
 
 
-def cut_windows(documents: Iterable[Any], length: int) -> Iterator[Example]:
-    """Cut the concatenated documents, each token ids, into windows of `length` tokens; the remainder is dropped."""
-    rest = np.empty(0, dtype=np.int32)
+def cut_windows(documents: Iterable[Any], length: int, start: int | None = None) -> Iterator[Example]:
+    """Cut the concatenated documents, each token ids, into windows of `length` tokens; the remainder is dropped.
+
+    Each begins with the `start` token, if there is one.
+    """
+    first, rest = [] if start is None else [start], np.empty(0, dtype=np.int32)
+    fresh = length - len(first)
     for ids in documents:
         rest = np.concatenate([rest, np.asarray(ids, dtype=np.int32)])
-        whole = len(rest) - len(rest) % length
-        for start in range(0, whole, length):
-            window = rest[start : start + length].tolist()
+        whole = len(rest) - len(rest) % fresh
+        for begin in range(0, whole, fresh):
+            window = first + rest[begin : begin + fresh].tolist()
             yield {"input_ids": window, "labels": window}
         rest = rest[whole:]
 
@@ -249,11 +261,13 @@ def restarting(window: Example, *, end: int) -> Example:
 
 
 def _windows(
-    tokens: sources.Documents, *, length: int, end: int | None, avoided: frozenset[bytes]
+    tokens: sources.Documents, *, length: int, start: int | None, end: int | None, avoided: frozenset[bytes]
 ) -> Iterator[Example]:
     found = False
     fresh = (ids for ids in _ids(tokens) if _digest(np.asarray(ids, dtype=np.int32)) not in avoided)
-    for window in cut_windows(fresh, length):
+    if end is not None and start is not None:
+        fresh = (np.concatenate([[start], ids]) for ids in fresh)
+    for window in cut_windows(fresh, length, start if end is None else None):
         found = True
         yield window if end is None else restarting(window, end=end)
     if not found:

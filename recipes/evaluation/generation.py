@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_posenc.errors import PositionError
 from hf_posenc.patches.inspection import table_end
+from hf_posenc.recipes.data.windows import start_token
 from hf_posenc.recipes.evaluation.grid import Grid, Quantity, share, successes
 from hf_posenc.recipes.evaluation.measure import Corruption, Measure, Piece, Workers, answer_predictions, correct
 from hf_posenc.recipes.evaluation.perplexity import spread_windows
@@ -32,7 +33,8 @@ def _encoded(tokenizer: Any, prompt: str, answer: str) -> tuple[Tensor, Tensor]:
     """Return the token ids of prompt and answer; a token that spans both belongs to the answer."""
     begun, whole = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, prompt + answer))
     shared = next((i for i, (a, b) in enumerate(zip(begun, whole, strict=False)) if a != b), len(begun))
-    return torch.tensor(whole[:shared]), torch.tensor(whole[shared:])
+    start = start_token(tokenizer)
+    return torch.tensor([*([] if start is None else [start]), *whole[:shared]]), torch.tensor(whole[shared:])
 
 
 def copied(draw: random.Random) -> tuple[str, str]:
@@ -79,7 +81,7 @@ class Generation(Measure):
     def __init__(
         self, ids: Tensor, tokenizer: Any, *, samples: int = 50, corrupt: Corruption | None = None, seed: int = 0
     ) -> None:
-        self._corrupt = corrupt
+        self._corrupt, self._start = corrupt, None if corrupt else start_token(tokenizer)
         self._windows = spread_windows(ids, max(_PROMPTS), samples, targets=1)
         self._examples: list[tuple[Tensor, Tensor]] = []
         for name, draw in TASKS.items():
@@ -127,7 +129,10 @@ class Generation(Measure):
         """Return the tokens that follow prompts, `[B, written]`, after its end the token that ends a text."""
         longest = int(lengths.max())
         windows = windows[:, -longest:] if self._corrupt is None else self._corrupt(windows[:, -longest:])
-        mask = torch.arange(longest) >= longest - lengths[:, None]
+        first, places = longest - lengths[:, None], torch.arange(longest)
+        mask = places >= first
+        if self._start is not None:
+            windows = windows.masked_fill(places == first, self._start)
         is_causal = not model.config.is_encoder_decoder
         table = table_end(model)
         if table is not None and longest * is_causal + _WRITTEN > table:

@@ -109,6 +109,8 @@ class ContextPerplexity(Measure):
         windows: Number of windows of the text; one sample each.
         targets: Scored tokens per window.
         corrupt: Function that corrupts windows `[B, max(contexts)]` for an encoder; `None` for causal models.
+        start: Token that stands for the first one that a causal model reads, as the tokenizer puts it before each text;
+            `None` if it puts none.
         trained_length: Tokens per window in the model's training, for the picture; `None` if unknown.
 
     Raises:
@@ -131,12 +133,13 @@ class ContextPerplexity(Measure):
         windows: int = 16,
         targets: int = TARGETS,
         corrupt: Corruption | None = None,
+        start: int | None = None,
         trained_length: int | None = None,
     ) -> None:
         self._contexts = different("contexts", contexts)
         if self._contexts[0] < targets:
             raise ShapeError(f"contexts={tuple(contexts)}: expected at least {targets} tokens, the number of targets.")
-        self._targets, self._corrupt = targets, corrupt
+        self._targets, self._corrupt, self._start = targets, corrupt, None if corrupt else start
         self._rows = spread_windows(ids, self._contexts[-1] + 1, windows, targets=targets)
         self.mark = trained_mark(trained_length)
         self.note = (
@@ -168,7 +171,10 @@ class ContextPerplexity(Measure):
                     f"None of the last {self._targets} tokens of a window is masked, so there is nothing to score. "
                     "Give more targets, or another seed."
                 )
-        logits = predictions(model, read[:, -context:], rows[:, -context:], self._targets)
+        read = read[:, -context:]
+        if self._start is not None:
+            read = torch.cat((torch.full_like(read[:, :1], self._start), read[:, 1:]), dim=1)
+        logits = predictions(model, read, rows[:, -context:], self._targets)
         # A loss may be infinite, so the others are not multiplied by 0.
         lost = losses(logits, rows[:, -self._targets :]).masked_fill(~scored, 0)
         return (lost.sum(dim=1) / scored.sum(dim=1))[:, None]

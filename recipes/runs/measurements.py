@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import TrainerCallback
 
 from hf_posenc.patches.atomic_files import reading
-from hf_posenc.recipes.data.windows import Prepared
+from hf_posenc.recipes.data.windows import Prepared, start_token
 from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, contexts_for, windows_for
 from hf_posenc.recipes.evaluation.recall import RECALLS, InductionCopy, recalls_for
@@ -44,7 +44,8 @@ def measures_of(
     if windows < evaluation.windows:
         notes = (f"measured in {windows} windows: the held-out text has {tokens:,} tokens", *notes)
     symbols = ordinary_tokens(data.held_out, tokenizer.all_special_ids)
-    perplexity = ContextPerplexity(data.held_out, contexts, windows=windows, corrupt=data.corrupt)
+    start = start_token(tokenizer)
+    perplexity = ContextPerplexity(data.held_out, contexts, windows=windows, corrupt=data.corrupt, start=start)
     recalls = recalls_for(config, symbols, min(own, length), samples=evaluation.windows)
     return {_PERPLEXITY: perplexity, **recalls}, notes
 

@@ -21,7 +21,7 @@ from hf_posenc.patches.patch import patch
 from hf_posenc.recipes import loading
 from hf_posenc.recipes.data import sources
 from hf_posenc.recipes.data.collation import corruptor
-from hf_posenc.recipes.data.windows import encode
+from hf_posenc.recipes.data.windows import encode, start_token
 from hf_posenc.recipes.evaluation.generation import Generation
 from hf_posenc.recipes.evaluation.measure import Corruption, Measure, evaluate
 from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, contexts_for
@@ -191,10 +191,11 @@ class Request:
         contexts, symbols = self.contexts or (), ordinary_tokens(ids, tokenizer.all_special_ids)
         drawn: dict[str, Any] = {"samples": self.samples, "seed": self.seed}
         length: dict[str, Any] = {"trained_length": self.trained_length}
+        text: dict[str, Any] = {"windows": self.samples, "corrupt": corrupt, "start": start_token(tokenizer)}
         # Two copies make an even number of tokens.
         even = list(dict.fromkeys(context // 2 * 2 for context in contexts))
         known: dict[str, Callable[[], Measure]] = {
-            "perplexity": lambda: ContextPerplexity(ids, contexts, windows=self.samples, corrupt=corrupt, **length),
+            "perplexity": lambda: ContextPerplexity(ids, contexts, **text, **length),
             "induction": lambda: InductionCopy(symbols, even, **drawn, **length),
             "mqar": lambda: AssociativeRecall(symbols, contexts, **drawn, **length),
             "generation": lambda: Generation(ids, tokenizer, corrupt=corrupt, **drawn),
