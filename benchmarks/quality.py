@@ -172,7 +172,7 @@ def measured(path: Path, given: argparse.Namespace) -> dict[str, Any]:
         if further:
             found["far"] = curve([TRAINED, *further], FAR)
         for length, count in SEQUENCES.items():
-            for name, measure in recalls_for(model.config, symbols, length, samples=count).items():
+            for name, measure in recalls_for(model.config, symbols, length, samples=count, start=start).items():
                 (share,) = measure(model, Workers(batch_size=4, alone=True))
                 (found[name][str(length)],) = rounded(share.samples)
     return found

@@ -181,6 +181,11 @@ def test_a_context_begins_with_the_token_before_a_text(ids: Tensor) -> None:
         assert found.at(context).mean == pytest.approx(wanted.at(context).mean, rel=1e-6)
     (without,) = ContextPerplexity(window, (16, 40), windows=1, targets=16)(model)
     assert found.at(16).mean != pytest.approx(without.at(16).mean, rel=1e-4)
+    for kind in (InductionCopy, AssociativeRecall):
+        plain, begun = (kind(torch.arange(5, 40), (64,), samples=3, start=start).pieces()[0][1] for start in (None, 2))
+        for (prompt, answer), (other, same) in zip(plain, begun, strict=True):
+            assert other.tolist() == [2, *prompt.tolist()]
+            assert torch.equal(answer, same)
 
 
 def test_what_a_model_cannot_read_is_left_open(ids: Tensor) -> None:

@@ -33,6 +33,7 @@ class InductionCopy(Measure):
         lengths: Tokens of both copies together; even numbers.
         samples: Sequences per length.
         seed: Random seed of the sequences.
+        start: Token before each text, see `ContextPerplexity`; it is not counted.
         trained_length: Tokens per window in the model's training, for the picture; `None` if unknown.
 
     Raises:
@@ -58,12 +59,15 @@ class InductionCopy(Measure):
         *,
         samples: int = 16,
         seed: int = 0,
+        start: int | None = None,
         trained_length: int | None = None,
     ) -> None:
         self._lengths, self._samples, count = different("lengths", lengths), samples, len(symbols)
         self._quantity = share("right tokens", 1 / count)
         generator = torch.Generator().manual_seed(seed)
-        self._rows = [self._row(symbols, length, generator) for length in self._lengths for _ in range(samples)]
+        first = symbols.new_tensor([] if start is None else [start])
+        rows = (self._row(symbols, length, generator) for length in self._lengths for _ in range(samples))
+        self._rows: list[Row] = [(torch.cat((first, prompt)), answer) for prompt, answer in rows]
         self.note = (
             f"{self._says} {count} different tokens; {samples} samples per length. Where a model does no better than "
             "guessing, longer texts are left out."
@@ -130,15 +134,17 @@ class AssociativeRecall(InductionCopy):
 RECALLS: dict[str, type[InductionCopy]] = {"copy": InductionCopy, "recall": AssociativeRecall}
 
 
-def recalls_for(config: Any, symbols: Tensor, length: int, *, samples: int) -> dict[str, InductionCopy]:
+def recalls_for(
+    config: Any, symbols: Tensor, length: int, *, samples: int, start: int | None = None
+) -> dict[str, InductionCopy]:
     """Return the measures of copying and recalling, by `RECALLS`, that a model and a length of texts allow.
 
-    The symbols are ordered by frequency, see `ordinary_tokens`.
+    The symbols are ordered by frequency, see `ordinary_tokens`; `start` is the token before each text.
     """
     symbols, length = symbols[:_SYMBOLS], length // 2 * 2
     fits = {"copy": length >= 4 and len(symbols) > 1, "recall": length >= 4 * _PAIRS and len(symbols) > _PAIRS}
     return {
-        name: measure(symbols, [length], samples=samples)
+        name: measure(symbols, [length], samples=samples, start=start)
         for name, measure in RECALLS.items()
         if fits[name] and auto_class(config) in measure.takes
     }

@@ -46,7 +46,7 @@ def measures_of(
     symbols = ordinary_tokens(data.held_out, tokenizer.all_special_ids)
     start = start_token(tokenizer)
     perplexity = ContextPerplexity(data.held_out, contexts, windows=windows, corrupt=data.corrupt, start=start)
-    recalls = recalls_for(config, symbols, min(own, length), samples=evaluation.windows)
+    recalls = recalls_for(config, symbols, min(own, length), samples=evaluation.windows, start=start)
     return {_PERPLEXITY: perplexity, **recalls}, notes
 
 

@@ -190,14 +190,13 @@ class Request:
         """Return the measures of a request in which nothing is left out, on token ids, int64 `[tokens]`."""
         contexts, symbols = self.contexts or (), ordinary_tokens(ids, tokenizer.all_special_ids)
         drawn: dict[str, Any] = {"samples": self.samples, "seed": self.seed}
-        length: dict[str, Any] = {"trained_length": self.trained_length}
-        text: dict[str, Any] = {"windows": self.samples, "corrupt": corrupt, "start": start_token(tokenizer)}
+        common: dict[str, Any] = {"start": start_token(tokenizer), "trained_length": self.trained_length}
         # Two copies make an even number of tokens.
         even = list(dict.fromkeys(context // 2 * 2 for context in contexts))
         known: dict[str, Callable[[], Measure]] = {
-            "perplexity": lambda: ContextPerplexity(ids, contexts, **text, **length),
-            "induction": lambda: InductionCopy(symbols, even, **drawn, **length),
-            "mqar": lambda: AssociativeRecall(symbols, contexts, **drawn, **length),
+            "perplexity": lambda: ContextPerplexity(ids, contexts, windows=self.samples, corrupt=corrupt, **common),
+            "induction": lambda: InductionCopy(symbols, even, **drawn, **common),
+            "mqar": lambda: AssociativeRecall(symbols, contexts, **drawn, **common),
             "generation": lambda: Generation(ids, tokenizer, corrupt=corrupt, **drawn),
         }
         return [known[name]() for name in self.measures or ()]
