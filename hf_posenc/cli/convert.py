@@ -140,6 +140,7 @@ def layers(
     from hf_posenc.patches.architecture import of_model
     from hf_posenc.recipes import durations
     from hf_posenc.recipes.data.collation import corruptor
+    from hf_posenc.recipes.data.windows import start_token
     from hf_posenc.recipes.evaluation.text import read_text, token_ids
     from hf_posenc.recipes.loading import load, trained_length
     from hf_posenc.recipes.processes import bfloat16_pays, processes
@@ -151,7 +152,13 @@ def layers(
     options, text = scheme_options(scheme, keys, option), text_for(model, text=text)
     loaded, tokenizer = load(model, dtype=torch.float32)
     loaded.to(processes().device)
-    windows = windows_for(token_ids(read_text(text), tokenizer), length, trained=trained_length(loaded.config))
+    hides = corruptor(loaded.config, tokenizer)
+    windows = windows_for(
+        token_ids(read_text(text), tokenizer),
+        length,
+        trained=trained_length(loaded.config),
+        start=start_token(tokenizer) if hides is None else None,
+    )
     if len(windows) < 2:
         raise OptionError(
             f"--text {text} has fewer than two windows of {windows.shape[1]:,} tokens. Give more text, or a smaller "
@@ -173,7 +180,7 @@ def layers(
             windows,
             native=_native(native),
             options=options,
-            hides=corruptor(loaded.config, tokenizer),
+            hides=hides,
             special=tokenizer.all_special_ids,
             spared=[spared],
             steps=steps,

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from hf_posenc import registry
 from hf_posenc.errors import RecipeError
 from hf_posenc.recipes import durations
+from hf_posenc.recipes.data.windows import start_token
 from hf_posenc.recipes.loading import auto_class, load
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.reports import counted, say
@@ -121,7 +122,8 @@ def sentences(costs: LayerCosts, spared: int) -> Iterator[str]:
 def _windows(case: Case) -> Tensor:
     wanted = WINDOWS + STEPS * BATCH
     rows = itertools.islice(iter(case.text(case.recipe.training).train), wanted)
-    return windows_for(torch.cat([row["input_ids"] for row in rows]).long(), trained=min(case.length, case.own_length))
+    tokens = torch.cat([row["input_ids"] for row in rows]).long()
+    return windows_for(tokens, trained=min(case.length, case.own_length), start=start_token(case.tokenizer))
 
 
 def _with_layers(recipe: Recipe, layers: list[int]) -> Recipe:

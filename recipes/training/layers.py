@@ -213,15 +213,21 @@ def layer_costs(
                 unpatch(model)
 
 
-def windows_for(tokens: Tensor, length: int | None = None, *, trained: int | None = None) -> Tensor:
+def windows_for(
+    tokens: Tensor, length: int | None = None, *, trained: int | None = None, start: int | None = None
+) -> Tensor:
     """Return windows `[N, S]` of a text `[tokens]`, no more than `layer_costs` reads with its defaults.
 
     Args:
         length: Tokens per window; `None` is 256, or the `trained` length if that is less.
+        start: Token that every window begins with, in the place of its first; `None` is none.
     """
     size = length or min(LENGTH, trained or LENGTH)
     count = min(len(tokens) // size, WINDOWS + STEPS * BATCH)
-    return tokens[: count * size].view(-1, size)
+    windows = tokens[: count * size].clone().view(-1, size)
+    if start is not None:
+        windows[:, 0] = start
+    return windows
 
 
 def seconds_for(model: PreTrainedModel, windows: Tensor) -> float:
