@@ -408,6 +408,16 @@ def test_texts_begin_as_the_tokenizer_begins_them(packing: str, tmp_path: Path, 
     else:
         flat, end = [token for row in rows for token in row], tokenizer.eos_token_id
         assert [flat[at + 1] for at, token in enumerate(flat[:-1]) if token == end] == [start] * (flat[:-1].count(end))
+    # One token may begin and end texts. Between packed documents it stands once, or it would be a document.
+    tokenizer.bos_token = name = tokenizer.eos_token
+    end = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{name} $A", special_tokens=[(name, end)])
+    rows = [row["input_ids"] for row in load_data(data, tokenizer, length=32).train]
+    if packing == "windows":
+        assert all(row[0] == end for row in rows)
+    else:
+        flat = torch.cat(rows)
+        assert not bool(((flat[1:] == end) & (flat[:-1] == end)).any())
 
 
 @few_examples

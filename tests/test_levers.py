@@ -161,6 +161,9 @@ def test_a_share_of_the_windows_repeats_itself() -> None:
     assert torch.equal(batch["input_ids"][~repeats], ids[~repeats])
     assert torch.equal(batch["input_ids"][:, [0, 1, 2, 3, 8]], ids[:, [0, 1, 2, 3, 8]])
     assert torch.equal(batch["labels"], batch["input_ids"])
+    # What stands before a text stands before a repeated one, once.
+    begun = Repetition(1.0, start=int(ids[0, 0]))([{"input_ids": row, "labels": row} for row in ids])["input_ids"]
+    assert torch.equal(begun, torch.cat((ids[:, :5], ids[:, 1:5]), dim=1))
 
 
 def test_a_share_of_long_windows_is_read_as_short_texts() -> None:
@@ -180,6 +183,12 @@ def test_a_share_of_long_windows_is_read_as_short_texts() -> None:
     packed = MixedLengths(8, share=1.0)([{"input_ids": ids[0], "position_ids": torch.arange(20) % 10}])
     assert packed["position_ids"].tolist() == [[*range(8), 0, 1] * 2]
     assert "position_ids" not in MixedLengths(20, share=1.0)([{"input_ids": ids[0]}])
+    # Each part begins as a text does, with a token that the part before does not predict.
+    begun = MixedLengths(8, share=1.0, start=99)([{"input_ids": ids[0], "labels": ids[0]}])
+    for name, first in (("input_ids", 99), ("labels", -100)):
+        wanted = ids[0].tolist()
+        wanted[8] = wanted[16] = first
+        assert begun[name].tolist() == [wanted]
 
 
 # -- distillation ------------------------------------------------------------------------------------------------------

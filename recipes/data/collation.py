@@ -74,11 +74,18 @@ class Repetition:
     """Let the second half of a share of the windows repeat the first, so that they show what copying is.
 
     Ordinary text seldom repeats itself, so attention learns little of it there. The seed draws the windows. `collate`
-    makes the batch; by default it stacks.
+    makes the batch; by default it stacks. The `start` token of a text, if windows have one, is not repeated.
     """
 
-    def __init__(self, share: float, *, seed: int = 0, collate: Collator = default_data_collator) -> None:
-        self.share, self.seed, self._collate = share, seed, collate
+    def __init__(
+        self,
+        share: float,
+        *,
+        seed: int = 0,
+        collate: Collator = default_data_collator,
+        start: int | None = None,
+    ) -> None:
+        self.share, self.seed, self._collate, self._first = share, seed, collate, 0 if start is None else 1
 
     def __call__(self, examples: list[Any]) -> dict[str, Tensor]:
         """Return the batch; labels follow the tokens."""
@@ -87,23 +94,26 @@ class Repetition:
         draws = torch.cat(
             [torch.rand(1, generator=content_generator(row, self.seed + 1)) for row in batch["input_ids"]]
         )
-        repeats, half = draws < self.share, batch["input_ids"].shape[1] // 2
+        repeats, first = draws < self.share, self._first
+        half = (batch["input_ids"].shape[1] - first) // 2
         for name in ("input_ids", "labels"):
             if name in batch:
                 batch[name] = batch[name].clone()
-                batch[name][repeats, half : 2 * half] = batch[name][repeats, :half]
+                once = batch[name][repeats, first : first + half]
+                batch[name][repeats, first + half : first + 2 * half] = once
         return batch
 
 
 class MixedLengths:
     """Let a share of long windows be read as texts of at most `length` tokens, or a causal model unlearns short texts.
 
-    Their positions restart every `length` tokens, which keeps the parts apart as packed documents. Tokens and labels
-    are unchanged. The seed draws the windows.
+    Their positions restart every `length` tokens, which keeps the parts apart as packed documents. Where texts have a
+    `start` token, it takes the place of the first token of each part, and is no label there. The seed draws the
+    windows.
     """
 
-    def __init__(self, length: int, *, share: float = 0.5, seed: int = 0) -> None:
-        self.length, self.share, self.seed = length, share, seed
+    def __init__(self, length: int, *, share: float = 0.5, seed: int = 0, start: int | None = None) -> None:
+        self.length, self.share, self.seed, self._start = length, share, seed, start
 
     def __call__(self, examples: list[Any]) -> dict[str, Tensor]:
         """Return the batch, with `position_ids` int64 `[B, n]` if windows are longer than `length`."""
@@ -113,6 +123,11 @@ class MixedLengths:
             places = batch.get("position_ids", torch.arange(ids.shape[1]).expand_as(ids))
             draws = torch.cat([torch.rand(1, generator=content_generator(row, self.seed)) for row in ids])
             batch["position_ids"] = torch.where(draws[:, None] < self.share, places % self.length, places)
+            if self._start is not None:
+                begins = (batch["position_ids"] == 0) & (places > 0)
+                batch["input_ids"] = ids.masked_fill(begins, self._start)
+                if "labels" in batch:
+                    batch["labels"] = batch["labels"].masked_fill(begins, -100)
         return batch
 
 

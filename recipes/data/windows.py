@@ -156,8 +156,8 @@ def end_token(tokenizer: Any) -> int:
 
 def start_token(tokenizer: Any) -> int | None:
     """Return the id of the beginning-of-sequence token if the tokenizer puts it before each text, else `None`."""
-    found = tokenizer("a")["input_ids"][0]
-    return found if found == tokenizer.bos_token_id else None
+    start: int | None = tokenizer.bos_token_id
+    return start if tokenizer("a")["input_ids"][:1] == [start] else None
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
@@ -265,7 +265,8 @@ def _windows(
 ) -> Iterator[Example]:
     found = False
     fresh = (ids for ids in _ids(tokens) if _digest(np.asarray(ids, dtype=np.int32)) not in avoided)
-    if end is not None and start is not None:
+    # Where one token begins and ends texts, the one before a document will do.
+    if end is not None and start not in (None, end):
         fresh = (np.concatenate([[start], ids]) for ids in fresh)
     for window in cut_windows(fresh, length, start if end is None else None):
         found = True

@@ -21,6 +21,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from hf_posenc.patches.atomic_files import published
 from hf_posenc.recipes import storage
 from hf_posenc.recipes.data.collation import Collator, MixedLengths, PositionSkipping, Repetition
+from hf_posenc.recipes.data.windows import start_token
 from hf_posenc.recipes.processes import processes, sharding
 from hf_posenc.recipes.reports import counted
 from hf_posenc.recipes.runs import files
@@ -194,8 +195,11 @@ class Transfer(Trained):
 
     def collate(self, case: Case) -> Collator | None:
         found, share = super().collate(case), self.recipe.transfer.repeat
+        if not share:
+            return found
         # Positions are skipped in what is repeated, too.
-        return Repetition(share, seed=self.settings.seed, collate=found or default_data_collator) if share else found
+        settings: dict[str, Any] = {"seed": self.settings.seed, "start": start_token(case.tokenizer)}
+        return Repetition(share, collate=found or default_data_collator, **settings)
 
     def check(self, case: Case, work: Work) -> None:
         AttentionTransfer(work.model, projections=self.recipe.moves_projections)
@@ -298,7 +302,9 @@ class Lengthen(Trained):
         # Encoders as they were cannot tell the parts apart.
         found = super().collate(case)
         seed, share = self.recipe.training.seed, self.recipe.lengthen.short
-        return MixedLengths(case.length, share=share, seed=seed) if found is None else found
+        if found is not None:
+            return found
+        return MixedLengths(case.length, share=share, seed=seed, start=start_token(case.tokenizer))
 
 
 def go_on(trainer: AdaptationTrainer, checkpoint: Path | None) -> None:
