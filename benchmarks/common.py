@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: the machine, Markdown tables, files, and processes of their own."""
+"""Helpers of all scripts in this folder: the machine in words, Markdown tables, whole files, separate processes."""
 
 from __future__ import annotations
 

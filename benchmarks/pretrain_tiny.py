@@ -1,8 +1,8 @@
 """Train the tiny checkpoints that the demo and the tests run on.
 
-Nothing is downloaded: the text is Python's own documentation (`hf_posenc.recipes.data.text`), the tokenizer is
-trained on it too, and a CPU with two cores needs some minutes per model. Sizes are those of the checkpoint that is
-there, and the tokenizer is of the kind of Llama's.
+Nothing is downloaded: the text is Python's own documentation (`hf_posenc.recipes.data.text`), and the tokenizer is
+trained on it, too. A model takes some minutes on a CPU with two cores. The committed config.json of each checkpoint
+gives its sizes, and the tokenizer of the tiny Llama its kind.
 
     python benchmarks/pretrain_tiny.py llama    # writes hf_posenc/tiny_llama/
     python benchmarks/pretrain_tiny.py gpt2     # writes tests/checkpoints/gpt2/

@@ -165,7 +165,7 @@ def check(folder: Path, schemes: list[str]) -> dict[str, Any]:
 
 
 def class_of(config: Any) -> Any:
-    """Return the `Auto` class of a checkpoint: that of a language model, or the one without a head for images."""
+    """Return the `Auto` class of a checkpoint: with the head of a language model, or without a head for images."""
     return AutoModel if hasattr(config, "image_size") else auto_class(config)
 
 

@@ -107,7 +107,7 @@ class Layer:
 
     Attributes:
         q, k, v: Queries, keys and values, `[1, HEADS, length, HEAD_DIM]`.
-        hidden: What they are made of, `[1, length, HEADS * HEAD_DIM]`.
+        hidden: Hidden states, which some schemes read, `[1, length, HEADS * HEAD_DIM]`.
     """
 
     def __init__(self, length: int, dtype: torch.dtype) -> None:
@@ -141,7 +141,7 @@ class Layer:
 
 
 def geometry(length: int) -> hf_posenc.Geometry:
-    """Return that of a Llama's layer."""
+    """Return the geometry of a layer of a Llama."""
     shape = {"heads": HEADS, "kv_heads": HEADS, "head_dim": HEAD_DIM, "hidden_size": HEADS * HEAD_DIM}
     return hf_posenc.Geometry(**shape, inv_freq=FREQUENCIES, max_positions=length, last=False)
 

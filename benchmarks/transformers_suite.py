@@ -4,8 +4,9 @@
     python benchmarks/transformers_suite.py transformers-5.23.0 llama gpt2 t5 vit
     python benchmarks/transformers_suite.py transformers-5.23.0 llama --schemes kerple fox
 
-Models are the small ones of survey.py, with a scheme in place of their own encoding: by default the one that computes
-the same. The sdist must be that of the installed version. Needs parameterized, of the extra `benchmarks`.
+Models are the small ones of survey.py, with a scheme in place of their own encoding, by default the scheme that
+computes the same. Give the sdist of the installed version. The extra `benchmarks` has the package parameterized, which
+the tests need.
 """
 
 from __future__ import annotations
