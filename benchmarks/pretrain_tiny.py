@@ -2,7 +2,7 @@
 
 Nothing is downloaded: the text is Python's own documentation (`hf_posenc.recipes.data.text`), and the tokenizer is
 trained on it, too. A model takes some minutes on a CPU with two cores. The committed config.json of each checkpoint
-gives its sizes, and the tokenizer of the tiny Llama its kind.
+gives its sizes, and all tokenizers have the settings of the tiny Llama's.
 
     python benchmarks/pretrain_tiny.py llama    # writes hf_posenc/tiny_llama/
     python benchmarks/pretrain_tiny.py gpt2     # writes tests/checkpoints/gpt2/

@@ -100,14 +100,14 @@ def train(
     read = read_recipe(recipe, keys_of(overrides, option))
     if dry_run:
         from hf_posenc.recipes import durations
-        from hf_posenc.recipes.runs.facts import header
+        from hf_posenc.recipes.runs.facts import header, line
         from hf_posenc.recipes.runs.forecast import forecast, seconds_for
         from hf_posenc.recipes.runs.stages.base import Case
 
         case = Case.of(read, reads_all=False)
         facts, _ = forecast(case)
         typer.echo("\n".join(header(facts)))
-        typer.echo(f"time       {durations.listed(seconds_for(read, case.texts))}")
+        typer.echo(line("time", durations.listed(seconds_for(read, case.texts))))
         return
     if out is None:
         raise typer.BadParameter("Got none; expected the folder of the run.", param_hint="--out")

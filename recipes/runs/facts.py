@@ -193,7 +193,12 @@ def _listed(values: Mapping[str, Any], form: str) -> str:
 
 def header(facts: Facts) -> list[str]:
     """Return the lines that a run prints first."""
-    return [f"{name:<10} {value}" for name, value in rows(facts)]
+    return [line(*row) for row in rows(facts)]
+
+
+def line(name: str, value: str) -> str:
+    """Return a line of the header."""
+    return f"{name:<10} {value}"
 
 
 def rows(facts: Facts) -> Iterator[tuple[str, str]]:
