@@ -146,7 +146,7 @@ class Texts(Samples):
         return self._embedder.read(model, inputs)
 
     def alone(self, original: PreTrainedModel, inputs: Tensor) -> Features:
-        """Return what the original says of texts, which it cuts at its length."""
+        """Return the original's features of texts, which it cuts at its length."""
         return self._embedder.read(original, inputs[:, : self._embedder.room])
 
     def wanted(self, original: PreTrainedModel, chosen: list[int], size: int) -> Features:

@@ -1,7 +1,7 @@
-"""Distillation of features: a converted encoder learns to say of each sample what the original says of it.
+"""Distillation of features: a converted encoder learns the original's features of each sample.
 
 The original reads samples of one size, texts of 512 tokens or pictures of 224 pixels; the converted model learns larger
-ones, too. `Samples` says what the original says of those, and is all that differs between texts and pictures.
+ones, too. `Samples` makes the features to learn for those, and is all that differs between texts and pictures.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class Samples(ABC):
 
     @abstractmethod
     def read(self, model: PreTrainedModel, inputs: Tensor) -> Features:
-        """Return what a converted model says of samples."""
+        """Return the features that a converted model has of samples."""
 
     @abstractmethod
     def wanted(self, original: PreTrainedModel, chosen: list[int], size: int) -> Features:
-        """Return what a converted model shall say of samples at a size, by what the original says at its own."""
+        """Return the features to learn for samples at a size, from the original's at its own."""
 
     def alone(self, original: PreTrainedModel, inputs: Tensor) -> Features:
-        """Return what the original says of samples, also of a size that is not its own."""
+        """Return the features that the original has of samples, at a size that need not be its own."""
         return self.read(original, inputs)
 
     def cosines(self, found: Features, wanted: Features) -> dict[str, Tensor]:
@@ -78,7 +78,7 @@ class Samples(ABC):
         return {"embedding": F.cosine_similarity(found[0].double(), wanted[0].double())}
 
     def other_measures(self, read: Callable[[Tensor], Features], chosen: list[int], size: int) -> dict[str, float]:
-        """Return what else is measured of a way to read samples, by name."""
+        """Return further measures of a function that returns features, by name."""
         return {}
 
 
@@ -127,7 +127,7 @@ def distil_features(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> FeaturesResult:
-    """Train an encoder, in place, to say of samples of all sizes what the original says of them at its own.
+    """Train an encoder, in place, to have of samples of all sizes the features that the original has at its own.
 
     The loss is 1 minus the cosine of the embeddings, plus the distance of the hidden states of all layers. The caller's
     random state is unchanged.
@@ -202,7 +202,7 @@ def distil_features(
 def _measured(
     samples: Samples, original: PreTrainedModel, judged: list[int], read: Callable[[Tensor], Features]
 ) -> dict[int, dict[str, float]]:
-    """Return the measures of a way to read the samples that judge, by size and name."""
+    """Return the measures of a function that returns features, on the samples that judge, by size and name."""
     found, parts = {}, [judged[start : start + _AT_ONCE] for start in range(0, len(judged), _AT_ONCE)]
     for size in samples.sizes:
         pairs = ((read(samples.inputs(part, size)), samples.wanted(original, part, size)) for part in parts)

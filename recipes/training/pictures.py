@@ -19,7 +19,7 @@ from hf_posenc.recipes.training.features import Features, Samples
 
 
 class Pictures(Samples):
-    """Files of pictures, as image processors of several sizes show them.
+    """Files of pictures, as image processors of two sizes prepare them.
 
     The features of a larger picture are those that the original has of it at its own size: the pooled output (that of
     the first token or the mean, if there is none), and in each layer the means of the patches that lie in one of the
