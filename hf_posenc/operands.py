@@ -4,9 +4,9 @@ Letters in shape comments: B batch, H query heads, G kv heads, Q queries, K keys
 size that may also be 1 and then broadcasts.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -157,12 +157,26 @@ class Positions:
         query_coords: Coordinates of the queries' tokens in n dimensions, float32 or float64 `[B|1, Q, n]`; `None` in a
             text, where every coordinate of a token is its position.
         key_coords: Coordinates of the keys' tokens, `[B|1, K, n]`.
+        made: What `once` made, by key.
     """
 
     query: Tensor
     key: Tensor
     query_coords: Tensor | None = None
     key_coords: Tensor | None = None
+    made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def once(self, make: Callable[[], Result], *key: Hashable) -> Result:
+        """Return what a function makes of these positions and of a key, made once for all layers that share them.
+
+        A traced graph makes it anew each time; its compiler finds what is equal.
+        """
+        if torch.compiler.is_compiling():
+            return make()
+        if key not in self.made:
+            self.made[key] = make()
+        found: Result = self.made[key]
+        return found
 
     def each(self, function: Callable[[Tensor, Tensor | None], Result]) -> tuple[Result, Result]:
         """Return a function of positions and coordinates for queries and for keys, made once if they are equal."""
@@ -326,7 +340,10 @@ class Block:
 
     def distance(self) -> Tensor:
         """Return query position minus key position, int64 `[B|1, q, K]`; negative for keys ahead of the query."""
-        return self.positions.query[:, :, None] - self.positions.key[:, None, :]
+        query, key = self.positions.query, self.positions.key
+        if query.shape[1] > 1:  # too large to be kept for other layers
+            return query[:, :, None] - key[:, None, :]
+        return self.positions.once(lambda: (query - key)[:, None], "distance")
 
 
 @dataclass(frozen=True, eq=False)

@@ -53,11 +53,15 @@ def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     The first 2 M channels are turned and the others pass. Each of G heads serves H / G. The product is taken in the
     dtype of `cos` and cast back.
     """
-    width = 2 * cos.shape[-1]
-    heads = x.view(x.shape[0], cos.shape[1], -1, *x.shape[2:])  # [B, G, H / G, S, D]
+    width, groups = 2 * cos.shape[-1], cos.shape[1]
     rotate = rotate_halves if layout == "half" else rotate_neighbours
-    turned = rotate(heads[..., :width].to(cos.dtype), cos[:, :, None], sin[:, :, None]).to(x.dtype).flatten(1, 2)
-    return torch.cat((turned, x[..., width:]), dim=-1) if width < x.shape[-1] else turned
+    part = (x if width == x.shape[-1] else x[..., :width]).to(cos.dtype)
+    if groups == 1:
+        turned = rotate(part, cos, sin)
+    else:
+        turned = rotate(part.view(len(x), groups, -1, *part.shape[2:]), cos[:, :, None], sin[:, :, None]).flatten(1, 2)
+    turned = turned.to(x.dtype)
+    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), dim=-1)
 
 
 # -- steps of softmax attention -------------------------------------------------------------------------------------
@@ -72,7 +76,7 @@ def grouped_matmul(rows: Tensor, shared: Tensor) -> Tensor:
     if torch.compiler.is_exporting():
         # The fold would bind the graph to one length.
         return rows @ shared.repeat_interleave(heads // groups, dim=1)
-    folded = rows.reshape(batch, groups, heads // groups * length, width) @ shared  # [B, G, H/G * q, y]
+    folded = torch.bmm(rows.reshape(batch * groups, -1, width), shared.flatten(0, 1))  # [B * G, H/G * q, y]
     return folded.view(batch, heads, length, shared.shape[-1])
 
 

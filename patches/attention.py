@@ -172,15 +172,12 @@ class PosencAttention(Mixin):
             positions = inputs.places
         else:
             assert layer.index is not None
-            fresh = {POSITIONS: inputs.positions.expand(q.shape[0], -1), **state}
+            fresh = {POSITIONS: inputs.rows(q.shape[0]), **state}
             keys, values, state = token_cache.update(
-                layer.cache, layer.index, keys, values, fresh, projected.recent, scheme.history
+                layer.cache, layer.index, keys, values, fresh, projected.recent, scheme.history, inputs.joined
             )
-            places = state.pop(POSITIONS)
-            if places.stride(0) == 0:
-                places = places[:1]  # an empty cache hands the expanded row back: one bias serves all rows
             # Only the positions of the keys are kept in a cache.
-            positions = Positions(inputs.positions, places)
+            positions = inputs.against(state.pop(POSITIONS))
         length = q.shape[2]
         if layer.causal and length > 1 and (layer.mask is None or inputs.packed is not None):
             # In transformers, no mask means: causal from the first key on (behind the queries, a static cache has

@@ -9,7 +9,7 @@ last tokens are kept. Dynamic and static layers are covered, with a sliding wind
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,6 +31,12 @@ _TOKENS = 1
 NAMES = ("cache", "past_key_values")
 # The name of the state that all patched layers have.
 POSITIONS = "positions"
+# Appends fresh state to that of earlier tokens, each `[B, S, ...]`.
+_Join: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+
+def _join(held: Tensor, fresh: Tensor) -> Tensor:
+    return torch.cat([held, fresh], dim=_TOKENS)
 
 
 class _TokenState(CacheLayerMixin):
@@ -99,13 +105,13 @@ class _TokenState(CacheLayerMixin):
 class PosencDynamicLayer(_TokenState, DynamicLayer):
     """A growing cache layer with per-token state."""
 
-    def append_state(self, fresh: Mapping[str, Tensor], shown: int) -> dict[str, Tensor]:
+    def append_state(self, fresh: Mapping[str, Tensor], shown: int, join: _Join) -> dict[str, Tensor]:
         """Append the state of the tokens that `update` just added; return that of all tokens, or of the
         `shown` last ones in a sliding layer."""
         full = {}
         for name, new in fresh.items():
             old = self.token_state.get(name)
-            state = new if old is None else torch.cat([old.to(new.device), new], dim=_TOKENS)
+            state = new if old is None else (join if name == POSITIONS else _join)(old.to(new.device), new)
             full[name] = _last(state, shown) if self.is_sliding else state
             kept = _last(state, self.keys.shape[-2]) if self.is_sliding else state
             # An offloaded layer keeps its state where its keys are.
@@ -141,7 +147,7 @@ class PosencDynamicSlidingLayer(PosencDynamicLayer, DynamicSlidingWindowLayer):
 class PosencStaticLayer(_TokenState, StaticLayer):
     """A preallocated cache layer with per-token state."""
 
-    def append_state(self, fresh: Mapping[str, Tensor], shown: int) -> dict[str, Tensor]:
+    def append_state(self, fresh: Mapping[str, Tensor], shown: int, join: _Join) -> dict[str, Tensor]:
         """Write the state of the tokens that `update` just added; return that of all slots, filled or not."""
         full = {}
         for name, new in fresh.items():
@@ -246,11 +252,12 @@ def update(
     state: Mapping[str, Tensor],
     recent: Mapping[str, Tensor] | None = None,
     history: int = 0,
+    join: _Join = _join,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Add fresh tokens to one layer of a cache: keys and values `[B, G, new, D]`, and state, each `[B, new, ...]`.
 
     Returns keys, values and state of all tokens in the layer (of all slots, in a static cache). State that is `recent`
-    is kept for the last tokens only, `history` of them.
+    is kept for the last tokens only, `history` of them. Positions are appended by `join`, which layers may share.
     """
     cache = self_attention(cache)
     if layer < len(cache.layers):
@@ -261,7 +268,7 @@ def update(
     filled = _with_state(cache, layer)
     if recent and layer and type(cache.layers[0]) in (*_WITH_STATE, *_WITH_STATE.values()):
         _with_state(cache, 0).others[layer] = filled
-    complete = filled.append_state(state, keys.shape[-2])
+    complete = filled.append_state(state, keys.shape[-2], join)
     filled.append_recent(recent or {}, history)
     for name, tensor in complete.items():
         if tensor.shape[_TOKENS] != keys.shape[2]:

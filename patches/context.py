@@ -6,7 +6,7 @@ The steps are `read` (mask, packed samples, real tokens), `resolve_positions`, `
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -86,6 +86,7 @@ class Inputs:
         packed: Numbers of the sequences that are packed into rows, int64 `[B|1, S]`, 0 at padding; `None` if each row
             is one sequence.
         ruled: Whether padding and the order of tokens say all about which keys a causal layer sees, windows aside.
+        made: What layers share, see `Positions.once`.
     """
 
     positions: Tensor
@@ -94,11 +95,30 @@ class Inputs:
     coords: Tensor | None = None
     packed: Tensor | None = None
     ruled: bool = False
+    made: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
     def places(self) -> Positions:
         """Positions and coordinates of the tokens as queries and as keys."""
-        return Positions(self.positions, self.positions, self.coords, self.coords)
+        return Positions(self.positions, self.positions, self.coords, self.coords, self.made)
+
+    def rows(self, batch: int) -> Tensor:
+        """Return a position for each token of each row, one tensor for all layers, `[B, S]`."""
+        return self.places.once(lambda: self.positions.expand(batch, -1), "rows", batch)
+
+    def joined(self, held: Tensor, fresh: Tensor) -> Tensor:
+        """Return the positions that a layer's cache held, `[B, K]`, and fresh ones; one tensor for layers with one."""
+        _, found = self.places.once(lambda: (held, torch.cat([held, fresh], dim=1)), "joined", id(held))
+        return found
+
+    def against(self, keys: Tensor) -> Positions:
+        """Return the positions of the tokens against those of keys `[B, K]`, one record for layers that have these."""
+        _, found = self.places.once(lambda: (keys, self._against(keys)), "against", id(keys))
+        return found
+
+    def _against(self, keys: Tensor) -> Positions:
+        # An empty cache hands the expanded row back: one bias serves all rows.
+        return Positions(self.positions, keys[:1] if keys.stride(0) == 0 else keys)
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +181,7 @@ class Context:
             return x.to(device, non_blocking=non_blocking)
 
         real, coords = (None if x is None else moved(x) for x in (self.inputs.real, self.inputs.coords))
-        inputs = replace(self.inputs, positions=moved(self.inputs.positions), real=real, coords=coords)
+        inputs = replace(self.inputs, positions=moved(self.inputs.positions), real=real, coords=coords, made={})
         rotation = {kind: (moved(cos), moved(sin)) for kind, (cos, sin) in self.native.rotation.items()}
         return replace(self, inputs=inputs, native=replace(self.native, rotation=rotation))
 

@@ -184,6 +184,25 @@ def test_packed_sequences_do_not_go_on_from_a_cache_until_it_is_reset(static: bo
     torch.testing.assert_close(found, model(ids, use_cache=False).logits)
 
 
+@torch.no_grad()
+def test_layers_share_positions_until_they_hold_different_ones() -> None:
+    torch.manual_seed(0)
+    model = hf_posenc.patch(LlamaForCausalLM(LlamaConfig(**{**CONFIG.to_dict(), "vocab_size": 40})).eval(), "kerple")
+    ids, held = torch.randint(40, (2, 9)), DynamicCache()
+    steps = (ids[:, :5], ids[:, 5:6], ids[:, 6:7])
+    for step in steps:
+        model(input_ids=step, past_key_values=held)
+    first, second = (layer.token_state["positions"] for layer in held.layers)  # type: ignore[attr-defined]
+    assert first is second
+    assert first.tolist() == 2 * [[*range(7)]]
+    held.reorder_cache(torch.tensor([1, 0]))
+    # What one layer alone lost, the others keep.
+    held.layers[1].crop(-2)
+    model(input_ids=ids[:, 7:8], past_key_values=held)
+    first, second = (layer.token_state["positions"] for layer in held.layers)  # type: ignore[attr-defined]
+    assert (first[0].tolist(), second[0].tolist()) == ([*range(8)], [*range(5), 7])
+
+
 @pytest.mark.parametrize("layers", [[0, 1], [1]])
 @torch.no_grad()
 def test_a_scheme_goes_on_after_a_crop(layers: list[int]) -> None:

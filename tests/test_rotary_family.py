@@ -17,6 +17,7 @@ from hf_posenc import Geometry, Positions, Scheme, attend, build
 from hf_posenc.errors import OptionError
 from hf_posenc.operands import Tokens
 from hf_posenc.ops import rotate_neighbours
+from hf_posenc.schemes.rope import RoPE
 
 PRECISE = [torch.float64, torch.float32]
 
@@ -382,6 +383,22 @@ def test_the_start_is_exact_on_every_rope_type(kind: str, first: int) -> None:
     for scheme, options in STARTS:
         of_angles = 2 * first * torch.finfo(torch.float32).eps if "block_size" in options else 0
         assert start_error(kind, first, scheme, **options) < 1e-5 + of_angles
+
+
+@torch.no_grad()
+def test_layers_share_angles_only_where_they_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.arange(30).view(2, 15)
+    for options in ({}, {"theta": 50.0}, {"proportion": 0.5}, {"gate": True}):
+        model = small_llama("default")
+        for layer, own in enumerate(({}, options)):
+            hf_posenc.patch(model, "rope", layers=[layer], **own)
+        for name, parameter in model.named_parameters():
+            if "gate" in name:
+                parameter.fill_(0.7)
+        together = model(ids).logits
+        with monkeypatch.context() as alone:
+            alone.setattr(RoPE, "alike", lambda self: None)
+            assert torch.equal(model(ids).logits, together)
 
 
 def test_frequencies_that_change_are_frozen_with_a_caution() -> None:

@@ -137,6 +137,8 @@ def sees_ahead(positions: Positions, mask: Mask) -> bool:
     length, keys = positions.query.shape[1], positions.key.shape[1]
     if length == 1 and positions.key.device.type != "cpu":
         return False  # a step of decoding must not wait for a GPU
+    if length == 1 and not positions.once(lambda: bool((positions.key > positions.query).any()), "ahead"):
+        return False
     for start in range(0, length, _ROWS):
         places = positions.rows(start, start + _ROWS, keys)
         part = mask.part(start, start + _ROWS, keys)

@@ -1,3 +1,4 @@
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Literal
 
@@ -50,6 +51,11 @@ class RoPE(RotaryScheme):
         self.require(0 < proportion <= 1, "proportion", proportion, "a number above 0, at most 1")
         self.layout: Layout = layout or geometry.layout
         self.proportion = proportion
+
+    def alike(self) -> Hashable:
+        # A gate is learned.
+        own = self.gate or not self.geometry.uniform
+        return None if own else (self.theta, self.rotary_dim, self.freeze, self.proportion)
 
     def frequencies(self, like: Tensor) -> Tensor:
         frequencies = super().frequencies(like)

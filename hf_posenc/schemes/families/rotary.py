@@ -1,5 +1,6 @@
 """Base classes of the schemes that rotate channel pairs: frequencies, angles and annealing."""
 
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Literal
 
@@ -73,12 +74,19 @@ class PairRotation(Turning):
         """
         raise NotImplementedError
 
+    def alike(self) -> Hashable:
+        """Return a value that is equal in layers with the same factors; `None` if they are of this layer alone."""
+        return None
+
     def project(self, tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Projection:
-        precise = torch.promote_types(k.dtype, torch.float32)
-        with torch.autocast(k.device.type, enabled=False):
-            of_queries, of_keys = tokens.positions.each(
-                lambda positions, coords: self.factors(positions.to(k.device), coords, precise)
-            )
+        precise, places, alike = torch.promote_types(k.dtype, torch.float32), tokens.positions, self.alike()
+
+        def factors() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+            with torch.autocast(k.device.type, enabled=False):
+                return places.each(lambda at, coords: self.factors(at.to(k.device), coords, precise))
+
+        made = factors() if alike is None else places.once(factors, type(self), alike, precise, k.device)
+        of_queries, of_keys = made
         return Projection(turn_pairs(q, *of_queries, self.layout), turn_pairs(k, *of_keys, self.layout), v)
 
 
