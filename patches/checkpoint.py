@@ -96,15 +96,21 @@ def sort_metadata(path: Path, save: str | None = None) -> None:
             file.write(ordered.encode())
 
 
-def _bound(path: Path) -> str:
+def _bound(path: Path, *, values: bool = True) -> str:
     """Return a digest that binds a file of weights to the config.json beside it.
 
-    It covers all keys of config.json that are not free, and the names, types and shapes of the tensors.
+    It covers all keys of config.json that are not free, the names, types and shapes of the tensors, and the values of
+    those of schemes, which are few.
     """
     with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    header.pop("__metadata__", None)
-    tensors = {name: (tensor["dtype"], tensor["shape"]) for name, tensor in header.items()}
+        start = 8 + (size := int.from_bytes(file.read(8), "little"))
+        header = json.loads(file.read(size))
+        header.pop("__metadata__", None)
+        tensors = {name: [tensor["dtype"], tensor["shape"]] for name, tensor in header.items()}
+        for name in filter(is_of_scheme, header) if values else ():
+            begin, end = header[name]["data_offsets"]
+            file.seek(start + begin)
+            tensors[name].append(zlib.crc32(file.read(end - begin)))
     config = path.with_name(CONFIG_NAME)
     facts = _facts(json.loads(config.read_bytes())) if config.is_file() else None
     return hashlib.sha256(json.dumps([facts, tensors], sort_keys=True).encode()).hexdigest()[: len(UNSEALED)]
@@ -123,12 +129,14 @@ def _check_bound(path: Path) -> None:
         return
     with reading(str(path), advice=DAMAGED):
         bound = read_header(path)[0].get(FILES, UNSEALED)
-        same = bound in (UNSEALED, _bound(path))
+        # Before 2026-11-29, digests covered no values.
+        same = bound in (UNSEALED, _bound(path), _bound(path, values=False))
     if not same:
         raise CheckpointError(
-            f"{path} was saved with another config.json, or with tensors of other names, types or shapes: one of both "
-            "was changed afterwards. Restore both from the original checkpoint. To change a setting on purpose, pass "
-            "it to from_pretrained by its name, and save the model again."
+            f"{path} was saved with another config.json, with tensors of other names, types or shapes, or with other "
+            "weights of the scheme: one of both files was changed afterwards. Restore both from the original "
+            "checkpoint. To change a setting on purpose, pass it to from_pretrained by its name; to change weights of "
+            "the scheme, change them in the loaded model; then save it again with save_pretrained."
         )
 
 

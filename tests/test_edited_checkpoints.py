@@ -126,9 +126,14 @@ def test_no_edit_of_a_tensor_is_loaded(name: str, tmp_path: Path) -> None:
     keys = [key for key in weights if is_of_scheme(key)]
     for key in (*keys, next(key for key in weights if key not in keys)):
         tensor = weights[key]
-        for other in ({f"{key}_2": tensor}, {}, {key: tensor.bfloat16()}, {key: tensor[None]}, {key: tensor.long()}):
+        edited = [{f"{key}_2": tensor}, {}, {key: tensor.bfloat16()}, {key: tensor[None]}, {key: tensor.long()}]
+        # The values of a model's own weights are the user's, as in a stock checkpoint.
+        for other in edited + [{key: tensor + 0.01}] * (key in keys):
             save_file({inner: value for inner, value in weights.items() if inner != key} | other, path, metadata)
             with pytest.raises(CheckpointError):
                 load(tmp_path)
     save_file(weights, path, metadata)
+    assert same(load(tmp_path), model)
+    # As it was before values counted.
+    save_file(weights, path, {**metadata, checkpoint.FILES: checkpoint._bound(path, values=False)})
     assert same(load(tmp_path), model)
