@@ -76,27 +76,29 @@ class Refused(Exception):
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def make_all(folder: Path, cases: list[str], tokens: int) -> None:
+def make_all(folder: Path, cases: list[str], tokens: int, source: str | None) -> None:
     """Write a folder for each case, with the checkpoints of a decoder and an encoder, and with what they compute."""
     for number, case in enumerate(cases):
         place = folder / f"{number:03}"
-        make(place, "decoder", case, tokens)
-        make(place, "encoder", case, tokens)
+        for kind in ("encoder", "decoder")[source is not None :]:
+            make(place, kind, case, tokens, source)
         (place / "case").write_text(case)
 
 
-def make(folder: Path, kind: str, case: str, tokens: int) -> None:
+def make(folder: Path, kind: str, case: str, tokens: int, source: str | None) -> None:
     """Write a checkpoint and what it computes, or why there is none."""
     import hf_posenc
 
     case, _, altered = case.partition("; ")
     scheme, options = VARIANTS.get(case, (case, {}))
     torch.manual_seed(1)
-    if kind == "decoder":
+    if source is not None:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype="float32")
+    elif kind == "decoder":
         model = AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG, **LLAMA, eos_token_id=None))
     else:
         model = AutoModel.from_config(BertConfig(**CONFIG, num_attention_heads=3))
-    for parameter in model.base_model.parameters():
+    for parameter in model.base_model.parameters() if source is None else ():
         parameter.data *= 3 if parameter.ndim > 1 else 1
     place = folder / kind
     place.mkdir(parents=True)
@@ -109,21 +111,22 @@ def make(folder: Path, kind: str, case: str, tokens: int) -> None:
         if "hf_posenc" in name:
             parameter.data += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(place)
-    tokenizer().save_pretrained(place)
-    ids = drawn(2, 40, seed=0)
+    (tokenizer() if source is None else AutoTokenizer.from_pretrained(source)).save_pretrained(place)
+    size = model.config.vocab_size
+    ids = drawn(2, 40, size, seed=0)
     with torch.no_grad():
         found = {"ids": ids, "output": model(ids)[0]}
     if kind == "decoder":
-        found["prompts"] = [drawn(1, length, seed=length)[0].tolist() for length in LENGTHS]
+        found["prompts"] = [drawn(1, length, size, seed=length)[0].tolist() for length in LENGTHS]
         found["tokens"] = [greedy(model, row, tokens) for row in found["prompts"]]
     torch.save(found, folder / f"{kind}.pt")
     if altered:
         alter(place, altered)
 
 
-def drawn(rows: int, length: int, seed: int) -> Tensor:
+def drawn(rows: int, length: int, size: int, seed: int) -> Tensor:
     """Return random tokens."""
-    return torch.randint(3, CONFIG["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(3, size, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def alter(place: Path, what: str) -> None:
@@ -293,6 +296,23 @@ def in_llama_cpp(place: Path, wanted: dict[str, Any]) -> str:
     return same_tokens(json.loads(said.splitlines()[-1]), wanted)
 
 
+def in_mlx(place: Path, wanted: dict[str, Any]) -> str:
+    import mlx.core as mx
+    from mlx_lm.generate import generate_step
+    from mlx_lm.utils import load_model
+
+    from hf_posenc.patches.export.mlx import export_mlx
+
+    export_mlx(AutoModelForCausalLM.from_pretrained(place), place / "mlx")
+    model, _ = load_model(place / "mlx", trust_remote_code=True)
+    count, found = len(wanted["tokens"][0]), []
+    for row in wanted["prompts"]:
+        # Prompts come in pieces.
+        steps = generate_step(mx.array(row), model, max_tokens=count, prefill_step_size=32)
+        found.append([int(token) for token, _ in steps])
+    return same_tokens(found, wanted)
+
+
 def _run(command: list[str], **options: Any) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     if done.returncode:
@@ -354,6 +374,7 @@ LOADERS: dict[str, tuple[str, Callable[[Path, dict[str, Any]], str]]] = {
     "lm-eval": ("lm_eval", in_lm_eval),
     "vllm": ("vllm", in_vllm),
     "llama.cpp": ("gguf", in_llama_cpp),
+    "mlx-lm": ("mlx_lm", in_mlx),
     "onnxruntime": ("onnxruntime", in_onnxruntime),
     "sentence-transformers": ("sentence_transformers", in_sentence_transformers),
 }
@@ -362,8 +383,9 @@ LOADERS: dict[str, tuple[str, Callable[[Path, dict[str, Any]], str]]] = {
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def try_all(loader: str, folder: Path) -> None:
+def try_all(loader: str, folder: Path, source: str | None) -> None:
     """Record what a loader does with each checkpoint of a folder."""
+    column = loader if source is None else f"{loader}, {Path(source).name}"
     if loader == WITHOUT:
         sys.modules["hf_posenc"] = None  # type: ignore[assignment]  # no import finds it then
     elif loader != "remote code":
@@ -375,7 +397,7 @@ def try_all(loader: str, folder: Path) -> None:
             cell = common.in_a_process(cell_of, loader, place, start="fork")
         except BrokenProcessPool:
             cell = "fault: its process ended"
-        store((place / "case").read_text(), loader, cell)
+        store((place / "case").read_text(), column, cell)
 
 
 def store(case: str, loader: str, cell: str) -> None:
@@ -386,7 +408,7 @@ def store(case: str, loader: str, cell: str) -> None:
         stored["altered"].setdefault(case, {})[loader] = "refused" if cell.startswith("refused") else cell
     else:
         stored["cells"].setdefault(case, {})[loader] = cell
-    stored["versions"][loader] = ", ".join(dict.fromkeys((installed(loader), installed("transformers"))))
+    stored["versions"][loader] = ", ".join(dict.fromkeys(map(installed, (loader.partition(",")[0], "transformers"))))
     common.write(RESULTS, json.dumps(stored, indent=1) + "\n")
 
 
@@ -445,6 +467,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", help="schemes and hybrids; all by default")
     parser.add_argument("--tokens", type=int, default=16, help="greedy tokens to compare, after each prompt")
     parser.add_argument("--altered", action="store_true", help="change the folders before they are loaded")
+    parser.add_argument("--model", help="a folder with a Llama to convert, instead of the small random one")
     parser.add_argument("--table", action="store_true", help="write the page of what is stored, and load nothing")
     given = parser.parse_args()
     has = [name for name, (module, _) in LOADERS.items() if importlib.util.find_spec(module)]
@@ -461,9 +484,9 @@ def main() -> None:
         if given.altered:
             cases = [f"{case}; {what}" for case in cases for what in ALTERATIONS]
         with tempfile.TemporaryDirectory() as folder:
-            common.in_a_process(make_all, Path(folder), cases, given.tokens, start="fork")
+            common.in_a_process(make_all, Path(folder), cases, given.tokens, given.model, start="fork")
             for loader in given.loaders or has:
-                common.in_a_process(try_all, loader, Path(folder), start="fork")
+                common.in_a_process(try_all, loader, Path(folder), given.model, start="fork")
     common.write(PAGE, text(read()))
 
 
@@ -483,7 +506,8 @@ number in config.json, or a tensor of another name (one of the scheme, if it has
 
 def text(stored: dict[str, Any]) -> str:
     """Return the page of the documentation."""
-    loaders, notes = [name for name in LOADERS if name in stored["versions"]], {}
+    places, notes = [*LOADERS], {}
+    loaders = sorted(stored["versions"], key=lambda name: places.index(name.partition(",")[0]))
 
     def cell(words: str) -> str:
         word, _, why = words.partition(": ")

@@ -5,20 +5,23 @@ from __future__ import annotations
 import inspect
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from grid import once
 from models import moved, stacks_for, stock, tokens
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaForCausalLM
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_posenc
-from hf_posenc.errors import AttentionBackendError, PositionError
+from hf_posenc.errors import AttentionBackendError, ExportError, PositionError
 from hf_posenc.patches import serving
+from hf_posenc.patches.export.mlx import export_mlx
 from hf_posenc.patches.serving.outside import layers_for, terms_of, wider
 from hf_posenc.patches.surgery import SHARED
 
@@ -196,6 +199,29 @@ def test_other_models_are_refused() -> None:
     model = converted("llama", "nope")
     with hf_posenc.disabled(model):
         assert "disabled" in words(model)
+
+
+def test_a_folder_for_mlx_holds_tables_and_no_other_program_takes_it(tmp_path: Path) -> None:
+    """`benchmarks/loaders.py mlx-lm` runs such folders."""
+    model = converted("llama", "t5", layers=[0])
+    export_mlx(model, tmp_path / "out")
+    tables = load_file(tmp_path / "out" / "model-posenc.safetensors")
+    attention = "model.layers.{}.self_attn.{}".format
+    assert tables[attention(0, "rope.periods")].min() > 1e20  # no rotation
+    assert torch.equal(tables[attention(1, "rope.periods")], 1 / model.model.rotary_emb.inv_freq)
+    bias = _scheme(model, model.model.layers[0].self_attn).added().at(torch.tensor([2]), torch.float32)
+    torch.testing.assert_close(tables[attention(0, "bias")][:, 2:3], bias.detach())
+    assert not tables[attention(1, "bias")].any()
+    for kind in (AutoModelForCausalLM, LlamaForCausalLM):
+        with pytest.raises((KeyError, ValueError), match="hf_posenc"):
+            kind.from_pretrained(tmp_path / "out")
+    for other, words in (
+        (converted("llama", "liere"), "other pairs"),
+        (converted("llama", "fire"), "changes the logits"),
+        (converted("qwen3", "nope"), "Llamas"),
+    ):
+        with pytest.raises(ExportError, match=words):
+            export_mlx(other, tmp_path / "other")
 
 
 def test_canary_servers() -> None:

@@ -173,7 +173,7 @@ def restate(draft: Draft, stacks: Sequence[Stack], *, max_positions: int | None)
 
 def _restate_rotations(draft: Draft, stack: Stack) -> None:
     """Bring the rotations of all layers into the one table of frequencies that a stock model has."""
-    rotations = [_rotation(layer) for layer in stack.layers]
+    rotations = [rotation_of(layer) for layer in stack.layers]
     native = [_is_native(rotation, layer) for layer, rotation in zip(stack.layers, rotations, strict=True)]
     if all(native):
         return
@@ -234,9 +234,7 @@ def _restate_frequencies(draft: Draft, stack: Stack, changed: Mapping[int, Rotat
             )
         projections = draft.architecture.projections(attentions[index])
         between = [name for name in dict(attentions[index].named_children()) if name not in (*projections, surgery.OWN)]
-        if not _is_unit(rotation.basis) and any(
-            list(getattr(attentions[index], name).parameters()) for name in between
-        ):
+        if not is_unit(rotation.basis) and any(list(getattr(attentions[index], name).parameters()) for name in between):
             names = ", ".join(between)
             raise unfit(layer, f"needs other projections, and between these and the rotation the model has {names}")
         _turn_projections(draft, projections, rotation.basis, layer)
@@ -256,7 +254,7 @@ def _restate_frequencies(draft: Draft, stack: Stack, changed: Mapping[int, Rotat
         draft.changes.append("weights: projections of queries and keys, brought to the planes of the rotation")
 
 
-def _rotation(layer: Layer) -> Rotation:
+def rotation_of(layer: Layer) -> Rotation:
     """Return the total rotation of queries and keys in a layer."""
     geometry = layer.geometry
     if not isinstance(layer.added, Nothing | Rotation):
@@ -285,13 +283,14 @@ def _is_native(rotation: Rotation, layer: Layer) -> bool:
     )
 
 
-def _is_unit(matrices: Tensor) -> bool:
+def is_unit(matrices: Tensor) -> bool:
+    """Whether all matrices are the identity."""
     return torch.equal(matrices, torch.eye(matrices.shape[-1], dtype=matrices.dtype).expand_as(matrices))
 
 
 def _turn_projections(draft: Draft, projections: Mapping[str, nn.Module | None], basis: Tensor, layer: Layer) -> None:
     """Bring queries and keys to the axes of a rotation, `basis` `[G, D, D]`."""
-    if _is_unit(basis):
+    if is_unit(basis):
         return
     of_queries = basis.repeat_interleave(layer.geometry.heads // len(basis), dim=0)
     for name, matrix in (("q_proj", of_queries), ("k_proj", basis)):

@@ -67,7 +67,7 @@ def export_stock(
     """
     try:
         with whole_directory(Path(directory)) as folder:
-            architecture = _check_model(model)
+            architecture = check_model(model)
             stacks = [read_stack(architecture, model, name) for name in architecture.stacks(model)]
             layers = [layer for stack in stacks for layer in stack.layers]
             _check_positions(layers[0].geometry, max_positions)
@@ -81,7 +81,8 @@ def export_stock(
     return Export(draft.kind.__name__, tuple(draft.changes), draft.positions)
 
 
-def _check_model(model: object) -> Architecture:
+def check_model(model: object) -> Architecture:
+    """Return the architecture of a model that can be exported, or raise."""
     refuse_wrapped(
         model,
         "Take it out before an export: merge PEFT adapters with model.merge_and_unload(), take .module of DDP and "
