@@ -53,7 +53,7 @@ CONFIG = {"vocab_size": 259, "hidden_size": 96, "intermediate_size": 96, "num_hi
 LLAMA = {"num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 1024, "bos_token_id": 1}
 # Besides each scheme as it is: hybrids, kept encodings, learned slopes, layers that stay as they were.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "nope, every fourth layer": ("nope", {"layers": [3]}),
+    "nope, every fourth layer": ("nope", {"layers": slice(3, None, 4)}),
     "nope, layer 1": ("nope", {"layers": [1]}),
     "rope, other frequencies": ("rope", {"theta": 500.0, "rotary_dim": 8}),
     "alibi, learned": ("alibi", {"learned_slopes": True, "shared": False}),
@@ -67,10 +67,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # What is done to folders after they are saved.
 ALTERATIONS = ("a number in config.json", "a tensor")
-
-
-class Refused(Exception):
-    """The program, or this package in it, says no."""
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -100,6 +96,8 @@ def make(folder: Path, kind: str, case: str, tokens: int, source: str | None) ->
         model = AutoModel.from_config(BertConfig(**CONFIG, num_attention_heads=3))
     for parameter in model.base_model.parameters() if source is None else ():
         parameter.data *= 3 if parameter.ndim > 1 else 1
+    if isinstance(layers := options.get("layers"), slice):
+        options = {"layers": range(model.config.num_hidden_layers)[layers]}
     place = folder / kind
     place.mkdir(parents=True)
     try:
@@ -132,9 +130,8 @@ def drawn(rows: int, length: int, size: int, seed: int) -> Tensor:
 def alter(place: Path, what: str) -> None:
     """Change a saved checkpoint so that it is another function, or none."""
     if what == ALTERATIONS[0]:
-        config = json.loads((place / "config.json").read_text())
-        name = next(name for name in ("rms_norm_eps", "layer_norm_eps") if name in config)
-        (place / "config.json").write_text(json.dumps(config | {name: 0.5}))
+        text = (place / "config.json").read_text()
+        (place / "config.json").write_text(re.sub(r'(?<=_norm_eps": )[^,]+', "0.5", text))
         return
     file = place / "model.safetensors"
     with safe_open(file, "pt") as stored:
@@ -235,8 +232,7 @@ def in_trl(place: Path, wanted: dict[str, Any]) -> str:
         str(place / "trl"), max_steps=1, max_length=32, packing=True, report_to="none", bf16=False, learning_rate=0.0,
         use_cpu=True, model_init_kwargs={"dtype": "float32"}, disable_tqdm=True, save_strategy="no",
     )  # fmt: skip
-    tokens = AutoTokenizer.from_pretrained(place)
-    trainer = SFTTrainer(str(place), settings, train_dataset=texts, processing_class=tokens)
+    trainer = SFTTrainer(str(place), settings, train_dataset=texts)
     trainer.train()
     trainer.save_model(str(place / "trl"))
     return same(AutoModelForCausalLM.from_pretrained(place / "trl"), wanted)
@@ -278,7 +274,7 @@ def in_llama_cpp(place: Path, wanted: dict[str, Any]) -> str:
     try:
         out, report = _export(place)
         if "llama.cpp reads no such list" in report:
-            raise Refused("llama.cpp reads no such list of layers (a note of the export)")
+            raise hf_posenc.PosencError("llama.cpp reads no such list of layers (a note of the export)")
         complete, model = "hf-posenc gguf" in report, AutoModelForCausalLM.from_pretrained(out)
     except ExportError:
         # What has slopes may do without: `complete_gguf` says so.
@@ -297,6 +293,7 @@ def in_llama_cpp(place: Path, wanted: dict[str, Any]) -> str:
 
 
 def in_mlx(place: Path, wanted: dict[str, Any]) -> str:
+    """Prompts come in pieces."""
     import mlx.core as mx
     from mlx_lm.generate import generate_step
     from mlx_lm.utils import load_model
@@ -305,12 +302,9 @@ def in_mlx(place: Path, wanted: dict[str, Any]) -> str:
 
     export_mlx(AutoModelForCausalLM.from_pretrained(place), place / "mlx")
     model, _ = load_model(place / "mlx", trust_remote_code=True)
-    count, found = len(wanted["tokens"][0]), []
-    for row in wanted["prompts"]:
-        # Prompts come in pieces.
-        steps = generate_step(mx.array(row), model, max_tokens=count, prefill_step_size=32)
-        found.append([int(token) for token, _ in steps])
-    return same_tokens(found, wanted)
+    given = {"model": model, "max_tokens": len(wanted["tokens"][0]), "prefill_step_size": 32}
+    steps = [generate_step(mx.array(row), **given) for row in wanted["prompts"]]
+    return same_tokens([[int(token) for token, _ in each] for each in steps], wanted)
 
 
 def _run(command: list[str], **options: Any) -> str:
@@ -438,7 +432,7 @@ def said(error: Exception, place: Path) -> str:
     for each in chain:
         kinds = {kind.__name__ for kind in type(each).__mro__}
         words = re.search("hf[_-]posenc|cannot serve this model|contains custom code", str(each))
-        if words or kinds & {"PosencError", "Refused"}:
+        if words or "PosencError" in kinds:
             lines = str(each).splitlines()
             return f"refused: {brief(next((x for x in lines if 'cannot serve' in x), lines[0]), place)}"
     return f"fault: {type(error).__name__}: {brief(str(error), place)}"
@@ -470,9 +464,8 @@ def main() -> None:
     parser.add_argument("--model", help="a folder with a Llama to convert, instead of the small random one")
     parser.add_argument("--table", action="store_true", help="write the page of what is stored, and load nothing")
     given = parser.parse_args()
-    has = [name for name, (module, _) in LOADERS.items() if importlib.util.find_spec(module)]
-    if "LLAMA_CPP" not in os.environ and "llama.cpp" in has:
-        has.remove("llama.cpp")
+    without = () if "LLAMA_CPP" in os.environ else ("llama.cpp",)
+    has = [name for name, (module, _) in LOADERS.items() if name not in without and importlib.util.find_spec(module)]
     if missing := set(given.loaders) - set(has):
         parser.error(f"not installed, or no loader: {', '.join(sorted(missing))}; here are {', '.join(has)}")
     if not given.table:
@@ -499,8 +492,9 @@ sentence-transformers, a BERT), its scheme moved from its start, and saved; each
 in a process of its own. *Equal*: the same logits, bit for bit in transformers, PEFT and TRL, up to rounding elsewhere,
 or in servers the same greedy tokens after three prompts. *Refused*: an error, in the words below.
 Nothing else may occur; what is empty was not run yet. *No plugin* is a process in which hf_posenc cannot be imported;
-*export* a stock class with what `hf-posenc export` wrote, which llama.cpp reads, too. *Altered* folders have another
-number in config.json, or a tensor of another name (one of the scheme, if it has any).
+*export* a stock class with what `hf-posenc export` wrote, which llama.cpp reads, too. Columns with the name of a model
+convert that model. *Altered* folders have another number in config.json, or a tensor of another name (one of the
+scheme, if it has any).
 """
 
 
@@ -523,20 +517,15 @@ def text(stored: dict[str, Any]) -> str:
 
     cells = [[case, *(cell(row.get(name, "")) for name in loaders)] for case, row in stored["cells"].items()]
     totals = ["equal", "refused", "faults"]
-    return "\n".join(
-        [
-            TEXT,
-            common.table(["scheme", *loaders], cells),
-            "",
-            common.table(
-                ["loader", "version", *totals, "altered: equal", *totals[1:]],
-                ([name, stored["versions"][name], *counts(name)] for name in loaders),
-            ),
-            "",
-            common.table(["", "in which words"], ([number, why] for why, number in notes.items())),
-            "",
-        ]
+    tables = (
+        common.table(["scheme", *loaders], cells),
+        common.table(
+            ["loader", "version", *totals, "altered: equal", *totals[1:]],
+            ([name, stored["versions"][name], *counts(name)] for name in loaders),
+        ),
+        common.table(["", "in which words"], ([number, why] for why, number in notes.items())),
     )
+    return TEXT + "".join(f"\n{each}\n" for each in tables)
 
 
 if __name__ == "__main__":
