@@ -9,6 +9,8 @@ file says which of its cases run. No mark depends on the order of tests.
   rest is in the grid; of those with options, which are most, a fourth, by the checksum of their names.
 - Models in several forms: by default each in the first form. TYPICAL ones in all forms are in the grid, the rest runs
   on demand.
+- What is done to a scheme as a whole, whatever it computes, is the same for all with its seams. A test of that is
+  marked `generic`: it runs with FIRSTS, and with the other schemes on demand.
 - A test that is marked `grid` itself runs there with pairs before the bar, with each scheme in its first form, or with
   TYPICAL models. The rest runs on demand.
 - A test of a few schemes or models is about these, and runs as it stands.
@@ -134,7 +136,8 @@ class _Subject(NamedTuple):
 
     @classmethod
     def of(cls, row: Row, schemes: Place | None, models: Place | None) -> _Subject:
-        options = [str(value) for value in row.values() if isinstance(value, dict) and value]
+        # A dictionary beside models alone says what is done with them: they are the same ones in another form.
+        options = [str(value) for value in row.values() if isinstance(value, dict) and value] if schemes else []
         return cls(row.get(schemes, ""), row.get(models, ""), "".join(options))
 
 
@@ -148,7 +151,9 @@ def _mark_test(cases: list[pytest.Item], subjects: list[_Subject]) -> None:
         first = subject not in met
         met.add(subject)
         late = case.get_closest_marker("grid") is not None
-        if one.scheme and len(models[subject]) > 1:
+        if case.get_closest_marker("generic") and one.scheme and one.scheme not in FIRSTS:
+            when = "slow"
+        elif one.scheme and len(models[subject]) > 1:
             when = _when_paired(one, first and not late, late)
         else:
             when = _when_alone(one, first, late, case.name)

@@ -145,6 +145,7 @@ def check(forms: Forms, scheme: Scheme, executor: str | None, length: int = LENG
             assert off < 1e-5, f"{form}: operand {number} is off by {off:.1e} of {size:.1e}"
 
 
+@pytest.mark.generic
 @pytest.mark.filterwarnings("ignore:Using backward", "ignore:There is a performance drop", "ignore:.torch.jit.script")
 @pytest.mark.parametrize(("name", "way", "options"), CASES, ids=identify)
 def test_second_derivatives_in_every_form(name: str, way: str, options: dict[str, Any]) -> None:

@@ -164,6 +164,7 @@ def test_export(scheme: str) -> None:
     check(model, lambda call: program.module()(**call))
 
 
+@pytest.mark.generic
 @pytest.mark.filterwarnings("ignore")  # of the tracer
 @pytest.mark.parametrize("scheme", hf_posenc.schemes())
 def test_a_trace_of_one_length_is_refused(scheme: str) -> None:

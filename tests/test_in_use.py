@@ -167,6 +167,7 @@ def test_the_inside_of_a_patched_model_is_no_model_of_its_own_until_it_is_saved(
     assert type(hf_posenc.unpatch(type(body).from_pretrained(tmp_path / "body"))) is LlamaModel
 
 
+@pytest.mark.generic
 @pytest.mark.parametrize("scheme", sorted(hf_posenc.schemes()))
 def test_patching_under_the_meta_device_gives_schemes_values(scheme: str) -> None:
     ids, found = models.tokens("llama", 2, 12), []

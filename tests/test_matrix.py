@@ -180,6 +180,7 @@ def test_caches_equal_no_cache(case: tuple[str, str, dict[str, Any]]) -> None:
         assert torch.equal(_decoded(model, ids, **options), without), options
 
 
+@pytest.mark.generic
 @by_scheme
 def test_beam_search(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _shared(case)
@@ -191,6 +192,7 @@ def test_beam_search(case: tuple[str, str, dict[str, Any]]) -> None:
     torch.testing.assert_close(found.sequences_scores, want.sequences_scores, **SAME)
 
 
+@pytest.mark.generic
 @by_scheme
 def test_assisted_decoding(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _shared(case)
@@ -267,6 +269,7 @@ def test_half_precision_is_as_close_as_the_stock_model(case: tuple[str, str, dic
     assert error(model, torch.float16) < 0.05
 
 
+@pytest.mark.generic
 @everywhere(DEFAULT)
 def test_gradient_checkpointing_gives_the_same_gradients(case: tuple[str, str, dict[str, Any]]) -> None:
     model, architecture = _patched(case)
@@ -286,6 +289,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(case: tuple[str, str, d
         torch.testing.assert_close(again[name], gradient, atol=atol, rtol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
 
 
+@pytest.mark.generic
 @pytest.mark.grid
 @everywhere(DEFAULT)
 def test_copies_are_independent(case: tuple[str, str, dict[str, Any]]) -> None:
@@ -302,6 +306,7 @@ def test_copies_are_independent(case: tuple[str, str, dict[str, Any]]) -> None:
         assert torch.equal(logits(model, architecture, ids), before)
 
 
+@pytest.mark.generic
 @everywhere(BETWEEN)
 def test_save_and_load_are_bit_equal(case: tuple[str, str, dict[str, Any]], tmp_path: Path) -> None:
     model, architecture = _patched(case)
@@ -393,6 +398,7 @@ def test_declared_exact_starts_are_exact(case: tuple[str, str, dict[str, Any]]) 
     assert plan.parameters == sum(p.numel() for p in new_parameters(original).values())
 
 
+@pytest.mark.generic
 @everywhere(DEFAULT)
 def test_unpatch_is_bit_identical_also_after_training(case: tuple[str, str, dict[str, Any]]) -> None:
     architecture, name, options = case

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from grid import FIRSTS
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from models import DIRECTORIES, moved, stock
@@ -97,9 +96,9 @@ def scheme_of(model: Any, layer: int = 0) -> Any:
 # -- every scheme ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in FIRSTS else pytest.mark.grid) for n in hf_posenc.schemes()]
-)
+@pytest.mark.grid  # a figure takes half a second
+@pytest.mark.generic
+@pytest.mark.parametrize("name", hf_posenc.schemes())
 def test_every_scheme_has_pictures_with_labels_and_a_title_that_fits(name: str) -> None:
     made = figures(llama(name, layers=1), inputs=IDS, heads=[1], queries=[7])
     *others, attention = made
