@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from hub import Hub, serving
+from models import text_file
 from test_recipe_files import strict_json
 from tiny import TEXTS, outputs, stock
 from transformers import (
@@ -237,17 +238,18 @@ def test_dry_run_reads_the_text(tmp_path: Path) -> None:
     assert answer()[0] == 0
 
 
-SMALL = ["training.steps=4", "training.batch_size=2", "data.limit=400", "evaluation={windows: 2, contexts: [64]}"]
+SMALL = ["training.steps=4", "training.batch_size=2", "evaluation={windows: 2, contexts: [64]}"]
 
 
 def test_a_run_from_recipe_to_model(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    typed = ["train", "swap", "scheme=kerple", *SMALL, "--out", str(out)]
+    small = [f"data.source={text_file()}", *SMALL]
+    typed = ["train", "swap", "scheme=kerple", *small, "--out", str(out)]
     done = run(*typed)
     assert done.exit_code == 0, done.stderr
     assert f"wrote {out}: " in done.stdout
     assert json.loads((out / "run.json").read_text(encoding="utf-8"))["command"] == shlex.join(["hf-posenc", *typed])
-    assert read_recipe(out / "recipe.yaml") == read_recipe("swap", ["scheme=kerple", *SMALL])
+    assert read_recipe(out / "recipe.yaml") == read_recipe("swap", ["scheme=kerple", *small])
     assert run("verify", out / "model").stdout.startswith("active: kerple")
     again = run("resume", out)
     assert (again.exit_code, "finished" in again.stdout) == (0, True)

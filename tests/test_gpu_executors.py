@@ -77,10 +77,13 @@ def biased(name: str, layout: Callable[[int], tuple[Tensor, Tensor | None]] = pl
     return Case(name, layout, OPTIONS.get(name, {}), **others)
 
 
+# Kernels know the form of a bias alone: by default one scheme of each, a table and straight pieces, meets each layout.
 DISTANCES = [
     *(
         biased(name, layout, causal=causal)
-        for (name, causal), layout in zip(BIASED, itertools.cycle(LAYOUTS), strict=False)
+        for name, layout, causal in zip(
+            itertools.cycle(("kerple", "fire")), LAYOUTS, itertools.cycle((True, True, False)), strict=False
+        )
     ),
     biased("kerple", left_padded, softcap=3.0, sinks=True, queries=21),
     biased("kerple", packed, window=9, sinks=True, width=17),
@@ -93,6 +96,11 @@ AROUND = [
     {"dtype": dtype, "width": width, **others}
     for dtype, width in ((torch.float32, 40), (torch.bfloat16, 17))
     for others in ({}, {"window": 9, "sinks": True}, {"softcap": 3.0, "queries": 21})
+]
+# Every scheme in one layout, in turn.
+IN_TURN = [
+    biased(name, layout, causal=causal)
+    for (name, causal), layout in zip(BIASED, itertools.cycle(LAYOUTS), strict=False)
 ]
 # Each scheme meets each layout, and most of what may be around them.
 GRID = [
@@ -239,9 +247,9 @@ def test_scans_equal_the_reference(case: Case, forced: None, monkeypatch: pytest
 class TestCompiled:
     """The same on a GPU: odd lengths over many tiles, compiled."""
 
-    @pytest.mark.parametrize("case", [*DISTANCES, *KERNELS], ids=str)
+    @pytest.mark.parametrize("case", [*DISTANCES, *IN_TURN, *KERNELS], ids=str)
     def test_equals_the_reference(self, case: Case) -> None:
-        check(case, length=301, device="cuda", run=run_distances if case in DISTANCES else run)
+        check(case, length=301, device="cuda", run=run if case in KERNELS else run_distances)
 
     @pytest.mark.parametrize("width", [16, 64, 80, 128])
     @pytest.mark.parametrize("name", ["stick_breaking", "cope", "kerple", "fire"])

@@ -39,9 +39,9 @@ def alike() -> list[tuple[tuple[str, dict[str, Any]], tuple[str, dict[str, Any]]
             continue  # for images
         weights = tuple((name, tensor.shape) for name, tensor in model.state_dict().items())
         others = found.setdefault(weights, [])
-        if all(hf_posenc.patch(stock("llama"), s, **o).config.posenc != model.config.posenc for s, o in others):
-            others.append((scheme, options))
-    return [pair for others in found.values() for pair in itertools.pairwise(others)]
+        if model.config.posenc not in [record for _, record in others]:
+            others.append(((scheme, options), model.config.posenc))
+    return [(one, two) for others in found.values() for (one, _), (two, _) in itertools.pairwise(others)]
 
 
 def model(scheme: str, options: dict[str, Any]) -> Any:

@@ -36,7 +36,7 @@ SMALL = (
     *("fit=null", "distillation={share: 1.0}", "training.length=64", "training.batch_size=2"),
     *("evaluation.contexts=[64]", "evaluation.windows=4", "saving.every=2"),
     # The layers are checked every fourth step of the transfer, so it is also saved before the first check.
-    *("transfer={steps: 20, length: 32, skip_to: 128, repeat: 0.4}", "training.steps=4"),
+    *("transfer={steps: 8, length: 32, skip_to: 128, repeat: 0.4}", "training.steps=4"),
 )
 LONG = "lengthen={steps: 4, length: 128, batch_size: 1}"
 
@@ -60,7 +60,7 @@ def test_a_run_goes_on_in_each_stage_bit_for_bit(
     From the second stop on, less memory is free: other micro batches would round otherwise.
     """
     out = tmp_path / "out"
-    for stop, saves in enumerate((1, 9, 1, 1)):
+    for stop, saves in enumerate((1, 3, 1, 1)):
         stop_after(monkeypatch, saves)
         with pytest.raises(Stop):
             run.resume(out) if stop else run.train(recipe_of(LONG), out)
@@ -71,7 +71,7 @@ def test_a_run_goes_on_in_each_stage_bit_for_bit(
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
     steps = [step for step, _ in outcome.measurements.course()]
-    assert steps == [step for step, _ in whole.measurements.course()] == [0, 20, 24, 28]
+    assert steps == [step for step, _ in whole.measurements.course()] == [0, 8, 12, 16]
 
 
 @pytest.mark.grid
@@ -103,7 +103,7 @@ def test_long_windows_have_no_encoder_decoder_as_teacher() -> None:
 
 def test_the_transfer_brings_attention_nearer(whole: run.Outcome) -> None:
     course = dict(whole.measurements.course())
-    assert course[20].at(64).mean < course[0].at(64).mean
+    assert course[8].at(64).mean < course[0].at(64).mean
     record = json.loads((whole.folder / storage.RUN).read_text(encoding="utf-8"))
     assert record["transfer"]["accepted"]
     assert len(record["transfer"]["after"]) == 4
@@ -126,7 +126,7 @@ def test_a_fit_of_attention_is_a_transfer_of_the_scheme(architecture: str, chang
 def test_an_adapter_learns_in_place_of_the_base(kind: str, tmp_path: Path) -> None:
     outcome = run.train(recipe_of(f"adapter.kind={kind}", "conversion.native=remove"), tmp_path / "out")
     course = dict(outcome.measurements.course())
-    assert course[20].at(64).mean < course[0].at(64).mean
+    assert course[8].at(64).mean < course[0].at(64).mean
     assert (outcome.model / "adapter_config.json").is_file()
 
 
@@ -280,7 +280,7 @@ def test_layers_that_cannot_be_measured_are_refused_before(
 
 
 def test_a_dry_run_says_that_layers_will_be_measured() -> None:
-    few = ["training.length=64", "evaluation.windows=2", "training.steps=1"]
+    few = ["training.length=64", "evaluation.windows=2", "training.steps=1", f"data.source={text_file()}"]
     done = CliRunner().invoke(app, ["train", "swap", "scheme=kerple", "layers=auto:2", *few, "--dry-run"])
     assert done.exit_code == 0, done.output
     assert "2 decoder layers" in done.stdout
