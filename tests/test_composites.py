@@ -285,10 +285,9 @@ def test_every_loader_refuses_a_composite_without_the_package_and_remote_code_le
         saved(name)
         torch.save(composites.inputs(name), folder / f"{name}.pt")
     names = f"NAMES = {list(composites.KINDS)!r}\n"
-    outcomes = run(names + _WITHOUT, folder)
+    outcomes = run(names + _WITHOUT + _REMOTE, folder)
     assert outcomes
     assert not {name: kind for name, (kind, _) in outcomes.items() if kind == "loaded"}
-    run(names + _REMOTE, folder)
     found = load_file(folder / "logits")
     for name in composites.KINDS:
         model = auto(composites.make(name)).from_pretrained(saved(name))

@@ -184,8 +184,10 @@ CALL = check_call.__name__
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="cases are copies of one fresh process")
 
 
-# Each takes half a minute.
-@pytest.mark.grid
-@pytest.mark.parametrize("name", [*CALLS][:2] + [pytest.param(name, marks=pytest.mark.slow) for name in [*CALLS][2:]])
-def test_first_uses(name: str) -> None:
-    check(*((CALL, mode, name) for mode in MODES))
+# Each process takes half a minute.
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(("alibi", "fox"), marks=pytest.mark.grid), pytest.param(tuple(CALLS)[2:], marks=pytest.mark.slow)],
+)
+def test_first_uses(names: tuple[str, ...]) -> None:
+    check(*((CALL, mode, name) for name in names for mode in MODES))
