@@ -40,12 +40,9 @@ def ways(architecture: str) -> list[tuple[dict[str, Any], set[str]]]:
     model = stock(architecture)
     containers = {name.rpartition(".")[2] for name, x in model.named_modules() if not isinstance(x, LAYERS)}
     names = sorted(name for name in named - containers if name.isidentifier())
+    # The defaults of a family are among the names.
     found: list[dict[str, Any]] = [{"target_modules": names}, {"target_modules": "all-linear"}]
-    found += [{"target_modules": rf".*\.({'|'.join(names)})"}]
     found += [{"target_modules": [], "target_parameters": [f"{name}.weight" for name in names]}]
-    kind = model.config.model_type
-    if kind in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING and kind != "mixtral":  # PEFT loses its default
-        found.append({})
     return [(way, adapted(model, way)) for way in found]
 
 
