@@ -34,8 +34,8 @@ from hf_posenc.scheme import Scheme
 # Where a value is among the parameters of a test: the name of one, and the place in it if it is a tuple.
 Place = tuple[str, int]
 Row = dict[Place, Any]
-# Files whose subject is what transformers itself does with caches, checkpoints and its own symbols.
-TRANSFORMERS = {"test_cache", "test_checkpoints", "test_public"}
+# Files whose subject is what transformers itself does with caches.
+TRANSFORMERS = {"test_cache"}
 # More schemes or models than these are all of them.
 FEW = 10
 # Of so many forms, a set of options meets one in the grid.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from grid import FIRSTS, PAIRS, SAMPLE, WITH_GRID
-from models import ARCHITECTURES, CACHE, TINY
+from models import ARCHITECTURES, TINY
 
 import hf_posenc
 
@@ -272,56 +272,3 @@ def test_importing_is_cheap_and_loads_nothing() -> None:
     # A hundred times what it takes; loading torch would take ten times this.
     assert float(seconds) < 0.3
     assert torch_loaded == "False"
-
-
-def test_canary_transformers() -> None:
-    """What patching relies on in transformers; a release that changes it must be looked at before it is declared."""
-    from transformers import cache_utils, masking_utils, modeling_utils
-    from transformers.models.gpt2 import modeling_gpt2
-    from transformers.models.llama import modeling_llama
-    from transformers.models.t5 import modeling_t5
-    from transformers.utils import output_capturing
-
-    def names(function: object) -> list[str]:
-        return [n for n in inspect.signature(function).parameters if n != "self"]
-
-    for function, first in (
-        (
-            modeling_llama.LlamaAttention.forward,
-            f"hidden_states position_embeddings attention_mask {CACHE} kwargs",
-        ),
-        (
-            modeling_llama.LlamaModel.forward,
-            f"input_ids attention_mask position_ids {CACHE} inputs_embeds use_cache",
-        ),
-        (modeling_llama.apply_rotary_pos_emb, "q k cos sin unsqueeze_dim"),
-        (modeling_llama.LlamaRotaryEmbedding.compute_default_rope_parameters, "config"),
-        (
-            modeling_gpt2.GPT2Attention.forward,
-            f"hidden_states {CACHE} attention_mask encoder_hidden_states encoder_attention_mask "
-            "output_attentions kwargs",
-        ),
-        (
-            modeling_t5.T5Attention.forward,
-            f"hidden_states mask key_value_states position_bias {CACHE} kwargs",
-        ),
-        (modeling_t5.T5Attention.compute_bias, "query_length key_length device past_seen_tokens"),
-        (masking_utils.find_packed_sequence_indices, "position_ids"),
-        (modeling_utils.PreTrainedModel.get_correct_attn_implementation, "requested_attention is_init_check"),
-        (modeling_utils.PreTrainedModel._load_pretrained_model, "model state_dict checkpoint_files"),
-    ):
-        assert names(function)[: len(first.split())] == first.split()
-    gpt2 = {"input_ids", CACHE, "position_ids", "inputs_embeds", "kwargs"}
-    assert gpt2 <= set(names(modeling_gpt2.GPT2Model.forward))
-    assert "kwargs" in names(modeling_t5.T5Stack.forward)
-    assert {"keys", "values", "is_initialized"} <= set(vars(cache_utils.DynamicLayer()))
-    assert "cumulative_length" in vars(cache_utils.StaticLayer(max_cache_len=4))
-    for method in ("update", "offload", "prefetch", "reset", "reorder_cache", "get_seq_length"):
-        assert hasattr(cache_utils.StaticLayer, method)
-    for method in ("crop", "batch_repeat_interleave", "batch_select_indices"):
-        assert hasattr(cache_utils.DynamicLayer, method)
-    assert hasattr(cache_utils.DynamicCache(), "layer_class_to_replicate")
-    assert hasattr(cache_utils.EncoderDecoderCache, "__init__")
-    assert hasattr(modeling_utils.PreTrainedModel, "_keep_in_fp32_modules_strict")
-    assert hasattr(modeling_utils.PreTrainedModel, "_upload_modified_files")
-    assert isinstance(output_capturing._CAN_RECORD_REGISTRY, dict)

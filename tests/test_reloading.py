@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,6 @@ from variants import VARIANTS
 
 import hf_posenc
 from hf_posenc import CheckpointError, PosencError, PosencLoraConfig
-from hf_posenc.patches import locks
 
 
 @functools.cache
@@ -168,11 +166,3 @@ def test_what_has_no_record_is_loaded() -> None:
     plain = get_peft_model(copy.deepcopy(one), LoraConfig(target_modules=["q_proj"]))
     assert isinstance(plain, PeftModel)
     plain.load_state_dict(plain.state_dict())
-
-
-@pytest.mark.parametrize(("place", "variable"), list(locks.READERS.items()), ids=str)
-def test_canary_functions_that_read_weights(place: tuple[str, str], variable: str) -> None:
-    module: Any = importlib.import_module(place[0])
-    owner = {"transformers.trainer": "Trainer", "peft.peft_model": "PeftModel"}.get(place[0])
-    function = getattr(getattr(module, owner) if owner else module, place[1])
-    assert variable in function.__code__.co_varnames

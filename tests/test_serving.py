@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import types
 from pathlib import Path
@@ -15,7 +14,6 @@ from models import moved, stacks_for, stock, tokens
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaForCausalLM
-from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_posenc
@@ -222,14 +220,6 @@ def test_a_folder_for_mlx_holds_tables_and_no_other_program_takes_it(tmp_path: P
     ):
         with pytest.raises(ExportError, match=words):
             export_mlx(other, tmp_path / "other")
-
-
-def test_canary_servers() -> None:
-    """What this rests on in transformers."""
-    update = inspect.signature(PagedAttentionCache.update).parameters
-    assert list(update)[:4] == ["self", "key_states", "value_states", "layer_idx"]
-
-
 def test_vllm_knows_every_family_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     known: dict[str, str] = {}
     registry = types.SimpleNamespace(register_model=known.__setitem__)
