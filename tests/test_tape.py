@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import ARCHITECTURES, CACHE, loss, moved, new_parameters, stock, tokens
+from models import ARCHITECTURES, loss, moved, new_parameters, stock, tokens
 from official import about, golden
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaModel
+from transformers import LlamaConfig, LlamaModel
 
 import hf_posenc
 from hf_posenc.operands import Geometry, Positions, Tokens
@@ -106,31 +106,6 @@ def test_shifted_positions() -> None:
 
 def both_halves_of_case(case: str, layer: int) -> tuple[Tensor, Tensor]:
     return VALUES[f"{case}/cos.{layer}"], VALUES[f"{case}/sin.{layer}"]
-
-
-@pytest.mark.parametrize("counted", [True, False], ids=["counted", "plain"])
-def test_left_padding(counted: bool) -> None:
-    model = official("mha_random")
-    mask = VALUES["left_pad/attention_mask"]
-    call = {} if counted else {"position_ids": torch.arange(13).expand(2, -1)}
-    out = Trace(model).run(
-        model, inputs_embeds=VALUES["left_pad/hidden_states"], attention_mask=mask, use_cache=False, **call
-    )
-    real = mask.bool()
-    torch.testing.assert_close(out[real], VALUES["left_pad/out"][real], rtol=0, atol=ATOL)
-
-
-@pytest.mark.parametrize("chunks", [[12, 1], [5, 4, 3, 1], [1] * 13])
-def test_cache(chunks: list[int]) -> None:
-    model = official("mha_random")
-    trace, cache = Trace(model), DynamicCache(config=model.config)
-    for chunk in VALUES["decode_last/hidden_states"].split(chunks, dim=1):
-        out = trace.run(model, inputs_embeds=chunk, **{CACHE: cache})
-    agree(out[:, -1:], "decode_last/out_last")
-    for layer in range(3):
-        states = cache.layers[layer].token_state["position_states"]
-        for got, name in zip(both_halves(states), ("cos", "sin"), strict=True):
-            agree(got, f"decode_last/cache_z_{name}.{layer}")
 
 
 def one_layer(**options: Any) -> Any:
