@@ -27,10 +27,6 @@ from hf_posenc.patches import record
 from hf_posenc.recipes.runs.files import WholeCheckpoints
 from hf_posenc.recipes.training.callbacks import Annealing, Handover
 
-EXACT = {"llama": "rope", "gpt2": "learned"}
-decoders = pytest.mark.parametrize("architecture", EXACT)
-
-
 # -- trainers ----------------------------------------------------------------------------------------------------------
 
 
@@ -62,17 +58,6 @@ def test_a_stack_that_was_left_out_has_a_cache_as_before() -> None:
     model = models.moved(hf_posenc.patch(models.stock("t5"), "alibi", stacks="encoder"), 0.3)
     ids = models.tokens("t5", 2, 7)
     got, want = (model.generate(ids, max_new_tokens=6, min_new_tokens=6, use_cache=use) for use in (True, False))
-    assert torch.equal(got, want)
-
-
-@decoders
-@pytest.mark.parametrize("number", [3, 255])
-def test_every_number_but_0_in_a_mask_is_a_token(architecture: str, number: int) -> None:
-    ids = models.tokens(architecture, 2, 9)
-    mask = torch.ones_like(ids)
-    mask[0, :4] = 0
-    model = hf_posenc.patch(models.stock(architecture), EXACT[architecture]).eval()
-    got, want = (models.logits(model, architecture, ids, given) for given in (number * mask, mask))
     assert torch.equal(got, want)
 
 

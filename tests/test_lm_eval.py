@@ -96,21 +96,3 @@ def test_a_converted_checkpoint_runs_in_lm_eval(scheme: str, tmp_path: Path, row
             assert [float(answer[0][0]) for answer in sample["resps"]] == pytest.approx(scores, abs=1e-3)
         right = sum(max(scores) == scores[0] for scores in expected)
         assert found["results"]["posenc_topics"]["acc,none"] == pytest.approx(right / len(rows))
-
-
-@torch.no_grad()
-def test_a_converted_encoder_decoder_needs_its_backend(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
-    pytest.importorskip("lm_eval")
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-
-    tokenizer = AutoTokenizer.from_pretrained(DIRECTORIES["t5"])
-    converted = hf_posenc.patch(stock("t5"), "alibi")
-    path = save(converted, tmp_path / "converted", tokenizer)
-    model = HFLM(pretrained=path, device="cpu", backend="seq2seq", batch_size=1, dtype="float32")
-    pairs = [(row["question"], choice) for row in rows for choice in row["choices"]]
-    asked = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
-    for (question, choice), (found, _) in zip(pairs, model.loglikelihood(asked), strict=True):
-        read, written = (tokenizer(text, return_tensors="pt")["input_ids"] for text in (question, choice))
-        likely = converted(input_ids=read, labels=written).logits.log_softmax(dim=-1)[0]
-        assert found == pytest.approx(likely.gather(1, written[0, :, None]).sum().item(), abs=1e-3)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from grid import once
 from models import DIRECTORIES, text_file
-from test_run import Stop, stop_after, weights
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, ModernBertConfig, RobertaConfig
@@ -145,19 +144,6 @@ def test_a_run_trains_saves_and_loads(
     report = Request((str(tmp_path / "run"),), text=str(text_file(40_000)), contexts=(64,), samples=2).run()
     (section,) = report.sections
     assert "Pseudo-perplexity of masked tokens by tokens read:" in section.markdown()
-
-
-@pytest.mark.grid
-def test_a_resumed_run_masks_the_same_tokens(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wanted = recipe(folders, "bert", "conversion.native=handover", "saving.every=1")
-    stop_after(monkeypatch, 1)
-    with pytest.raises(Stop):
-        run.train(wanted, tmp_path / "run")
-    resumed = weights(run.resume(tmp_path / "run").model)
-    whole = weights(run.train(wanted, tmp_path / "whole").model)
-    assert all(torch.equal(resumed[key], value) for key, value in whole.items())
 
 
 def test_what_masked_language_models_cannot_do_is_refused(

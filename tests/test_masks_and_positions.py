@@ -107,20 +107,6 @@ def test_other_forms_are_as_the_plain_one(architecture: str, name: str, form: st
     torch.testing.assert_close(got, want, **SAME)
 
 
-@pytest.mark.parametrize("scheme", list(hf_posenc.schemes()))
-def test_rows_without_a_token_are_finite_and_change_no_other(scheme: str) -> None:
-    model = moved(hf_posenc.patch(stock("llama"), scheme), 0.3)
-    nothing, hidden = ONES.clone(), SEEN.repeat(ROWS, 1, 1, 1)
-    nothing[0], hidden[0] = 0, False
-    want = forward(model, "llama")
-    for mask in (nothing, hidden, torch.where(hidden, 0.0, -torch.inf)):
-        for backend in ("eager", "sdpa"):
-            model.set_attn_implementation(backend)
-            got = forward(model, "llama", attention_mask=mask)
-            assert got.isfinite().all()
-            torch.testing.assert_close(got[1], want[1], **SAME)
-
-
 @pytest.mark.parametrize("name", [*sorted(FUNCTION_ARGUMENTS - {"cache", "kwargs"}), "is_causal"])
 @pytest.mark.parametrize("architecture", once(["llama", "bert", "gpt2", "t5", "modernbert", "vit", "gpt_oss"]))
 def test_keywords_of_attention_functions_are_refused(architecture: str, name: str) -> None:

@@ -101,23 +101,6 @@ def test_a_teacher_under_an_adapter(target: str, tmp_path: Path, monkeypatch: py
     torch.testing.assert_close(found, whole)
 
 
-def test_a_run_in_pieces_is_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(folder: str) -> Any:
-        model = converted("llama")
-        args = arguments(tmp_path / folder, max_steps=3, gradient_accumulation_steps=2, logging_steps=1)
-        rows = [{name: value[row] for name, value in batch("llama").items()} for row in (0, 1)] * 6
-        trainer = DistillingTrainer(
-            model=model, args=args, train_dataset=rows, teacher=Teacher.copy_of(model), share=0.5
-        )
-        trainer.train()
-        return [(entry.get("loss"), entry.get("text_loss")) for entry in trainer.state.log_history[:3]]
-
-    whole = run("whole")
-    in_pieces(monkeypatch, stock("llama"))
-    for one, other in zip(run("pieces"), whole, strict=True):
-        assert one == pytest.approx(other, rel=1e-4)
-
-
 def test_what_is_read_afterwards_are_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, given = converted("llama"), batch("llama")
     monkeypatch.setattr(pieces, "AT_ONCE", 5 * model.config.vocab_size)

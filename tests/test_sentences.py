@@ -94,22 +94,6 @@ def test_embeddings_are_the_same_in_another_process(tmp_path: Path) -> None:
             assert torch.equal(vectors, wanted[kind]), (kind, plugin)
 
 
-def test_a_patched_sentence_transformer_is_saved(tmp_path: Path) -> None:
-    """`patch` takes the encoder that is inside."""
-    encoder("bert").save_pretrained(tmp_path / "plain")
-    words().save_pretrained(tmp_path / "plain")
-    inner = modules.Transformer(str(tmp_path / "plain"))
-    whole = sentences.SentenceTransformer(modules=[inner, modules.Pooling(32)], device="cpu")
-    before = whole.encode(TEXTS, convert_to_tensor=True)
-    moved(hf_posenc.patch(whole[0].auto_model, "fire"), 0.2)
-    wanted = whole.encode(TEXTS, convert_to_tensor=True)
-    assert not torch.allclose(wanted, before, atol=0.01)
-    whole.save(str(tmp_path / "whole"))
-    again = sentences.SentenceTransformer(str(tmp_path / "whole"), device="cpu")
-    assert torch.equal(again.encode(TEXTS, convert_to_tensor=True), wanted)
-    assert type(again[0].auto_model).__name__ == "PosencBertModel"
-
-
 def test_embeddings_of_longer_texts(tmp_path: Path) -> None:
     """What `hf-posenc embed` writes reads longer texts than the original, in its own modules."""
     known = encoder("bert").config.max_position_embeddings
