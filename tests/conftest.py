@@ -4,6 +4,8 @@ import gc
 import logging as python_logging
 import os
 import tempfile
+from collections.abc import Iterator
+from unittest import mock
 
 import torch
 
@@ -14,6 +16,8 @@ import grid
 import pytest
 from transformers.utils import logging
 
+import hf_posenc
+from hf_posenc import registry
 from hf_posenc.attention import blocks
 
 # Read when `datasets` is imported, also by the processes that tests start: nothing of a test stays in the user's home.
@@ -57,6 +61,14 @@ def plain_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_posenc.recipes.runs import report
 
     monkeypatch.setattr(report, "lines_figure", lambda *given: Figure(figsize=(1, 1)))
+
+
+@pytest.fixture
+def own_registry() -> Iterator[None]:
+    """Forget schemes that a test registers."""
+    hf_posenc.schemes()
+    with mock.patch.dict(registry._SCHEMES):
+        yield
 
 
 @pytest.fixture

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from models import TINY, Largest, tiny
 from torch import Tensor, nn
 from variants import VARIANTS, identify, variants
 
-from hf_posenc import ArchitectureError, DirectionError, Geometry, Scheme, attend, register_scheme, registry, schemes
+from hf_posenc import ArchitectureError, DirectionError, Geometry, Scheme, attend, register_scheme, schemes
 from hf_posenc.facts import Facts
 from hf_posenc.forms import Bias
 from hf_posenc.operands import Block, Projection, Tokens
@@ -89,13 +88,6 @@ def test_no_tensor_has_a_row_per_query_key_and_channel(case: Case) -> None:
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def own_registry() -> Iterator[None]:
-    schemes()
-    with mock.patch.dict(registry._SCHEMES):
-        yield
 
 
 class Right(Scheme):

@@ -7,11 +7,10 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -133,14 +132,7 @@ def test_commands_exist_with_their_options(line: str) -> None:
     assert {word.partition("=")[0] for word in words if word.startswith("-")} <= options
 
 
-@pytest.fixture
-def _registry_as_before() -> Iterator[None]:
-    hf_posenc.schemes()
-    with mock.patch.dict(registry._SCHEMES):
-        yield
-
-
-@pytest.mark.usefixtures("_registry_as_before")
+@pytest.mark.usefixtures("own_registry")
 def test_own_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page runs, with assertions of its own, and its scheme works on the other architectures too."""
     _run("docs/own_scheme.md", tmp_path, monkeypatch)
@@ -151,7 +143,7 @@ def test_own_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         hf_posenc.verify(hf_posenc.patch(model, "window", size=4))
 
 
-@pytest.mark.usefixtures("_registry_as_before")
+@pytest.mark.usefixtures("own_registry")
 def test_own_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page runs, with assertions of its own, and its architecture takes every scheme."""
     page = _run("docs/own_architecture.md", tmp_path, monkeypatch)

@@ -3,8 +3,6 @@
 import inspect
 import re
 import typing
-from collections.abc import Iterator
-from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ from hf_posenc import (
     build,
     describe,
     register_scheme,
-    registry,
     schemes,
 )
 from hf_posenc.attention import executors
@@ -209,13 +206,6 @@ def test_geometry_is_given_by_name_and_knows_its_scale() -> None:
 
 
 # -- registering -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def own_registry() -> Iterator[None]:
-    schemes()
-    with mock.patch.dict(registry._SCHEMES):
-        yield
 
 
 @pytest.mark.usefixtures("own_registry")
