@@ -104,11 +104,19 @@ FIRSTS = frozenset({_seams(name): name for name in reversed(PAIRS)}.values())
 TYPICAL = {*FIRSTS, "llama", "gemma3", "bert", "gpt2", "t5", "llava", "encoder_decoder"}
 
 
-def once(values: Iterable[Any]) -> list[Any]:
-    """Return parameters of a test that takes seconds: by default it runs with the first of them."""
+def once(values: Iterable[Any], more: int | None = None) -> list[Any]:
+    """Return parameters of a test that takes seconds: by default it runs with the first of them.
+
+    With the grid it runs with all others, or with so many `more` and with the rest on demand.
+    """
     first, *others = values
-    rows = (other if isinstance(other, tuple) else (other,) for other in others)
-    return [first, *(pytest.param(*row, marks=pytest.mark.grid) for row in rows)]
+    rows = [other if isinstance(other, tuple) else (other,) for other in others]
+    many = len(rows) if more is None else more
+    return [
+        first,
+        *(pytest.param(*row, marks=pytest.mark.grid) for row in rows[:many]),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in rows[many:]),
+    ]
 
 
 def mark(items: list[pytest.Item]) -> None:

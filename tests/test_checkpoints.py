@@ -18,7 +18,7 @@ WINDOWS = 16
 
 # Measured losses in nats, of windows of 128 tokens (64 for T5):
 #   llama 3.34, shuffled 5.52 to 5.65; gpt2 3.55, 4.37 to 4.39; t5 0.75, encoder 5.45 to 6.48, decoder 3.13 to 4.81
-@pytest.mark.grid
+@pytest.mark.slow  # these files do not change
 @pytest.mark.parametrize("name", DIRECTORIES)
 def test_a_checkpoint_needs_its_positions(name: str) -> None:
     context = 64 if name == "t5" else 128

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from edits import edits
+from grid import once
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import auto, converted, same
@@ -22,11 +23,11 @@ from hf_posenc.patches.record import digest as digest_of
 from hf_posenc.patches.surgery import is_of_scheme
 
 CONVERSIONS: dict[str, Callable[[], Any]] = {
+    "llama, strengths": lambda: faded(converted("llama", "alibi", moved=True, native="keep")),
+    "t5, kerple": lambda: converted("t5", "kerple", moved=True),
     "llama, hybrid": lambda: hf_posenc.patch(
         converted("llama", "kerple", moved=True, layers=[0]), "alibi", layers=[1, 2]
     ),
-    "llama, strengths": lambda: faded(converted("llama", "alibi", moved=True, native="keep")),
-    "t5, kerple": lambda: converted("t5", "kerple", moved=True),
     "vit, rope2d": lambda: converted("vit", "rope2d", moved=True),
 }
 
@@ -50,7 +51,7 @@ def others(key: Any, value: Any) -> list[Any]:
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("name", CONVERSIONS)
+@pytest.mark.parametrize("name", once(sorted(CONVERSIONS), more=0))
 def test_no_edit_of_the_record_loads_as_another_function(name: str, tmp_path: Path) -> None:
     model = CONVERSIONS[name]()
     model.save_pretrained(tmp_path)
@@ -91,9 +92,7 @@ def near(key: Any, value: Any) -> list[Any]:
     return [f"{value}_2"] if isinstance(value, str) else []
 
 
-each = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "llama, strengths" else pytest.mark.grid) for name in CONVERSIONS]
-)
+each = pytest.mark.parametrize("name", once(CONVERSIONS, more=1))
 
 
 @each

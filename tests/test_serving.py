@@ -220,6 +220,8 @@ def test_a_folder_for_mlx_holds_tables_and_no_other_program_takes_it(tmp_path: P
     ):
         with pytest.raises(ExportError, match=words):
             export_mlx(other, tmp_path / "other")
+
+
 def test_vllm_knows_every_family_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     known: dict[str, str] = {}
     registry = types.SimpleNamespace(register_model=known.__setitem__)
