@@ -138,13 +138,6 @@ def plain(scheme, values, head, i, j, x, y) -> float:
     return content(scheme, x, y)
 
 
-def log_temperature(scheme, values, head, i, j, x, y) -> float:
-    if scheme.temperature == "llama4":
-        return content(scheme, x, y) * (1 + scheme.slope * math.log(1 + (i + 1) // scheme.floor))
-    offset = values["offsets"][head] if scheme.temperature == "affine" else 0.0
-    return content(scheme, x, y) * (offset + values["slopes"][head] * math.log(i + 1))
-
-
 def additive(bias: Callable[..., float]) -> Callable[..., float]:
     def logit(scheme, values, head, i, j, x, y) -> float:
         gate = values["gate_weight"][head] if scheme.gate else 1.0
@@ -187,12 +180,6 @@ def kerple_logit(scheme, values, head, i, j, x, y) -> float:
     return content(scheme, x, y) * (1 - gate + gate * weight) + gate * kerple(scheme, values, head, i, j)
 
 
-def sandwich(scheme, values, head, i, j) -> float:
-    steps = range(scheme.freq_start, scheme.freq_start + scheme.dim // 2)
-    product = sum(math.cos((i - j) / scheme.base ** (2 * t / scheme.dim)) for t in steps)
-    return (product - scheme.dim / 2) / ((head + 1) * 8 / scheme.geometry.heads)
-
-
 def fire(scheme, values, head, i, j) -> float:
     c = values["c"][0]
     limit = abs(values["L_multiplier"][0] * values["init_L"][0])
@@ -204,26 +191,6 @@ def fire(scheme, values, head, i, j) -> float:
             0.0, values["mlp.0.weight"][unit, 0] * ratio + values["mlp.0.bias"][unit]
         )
     return total
-
-
-def t5_bucket(distance: int, buckets: int, far: int, causal: bool) -> int:
-    ahead = 0
-    if not causal:
-        buckets //= 2
-        ahead = buckets if distance < 0 else 0
-    m, exact = abs(distance), buckets // 2
-    if m < exact:
-        return ahead + m
-    return ahead + min(buckets - 1, exact + int(math.log(m / exact) / math.log(far / exact) * (buckets - exact)))
-
-
-def t5(scheme, values, head, i, j) -> float:
-    return values["weight"][t5_bucket(i - j, scheme.num_buckets, scheme.max_distance, scheme.geometry.causal), head]
-
-
-def t5_clipped(scheme, values, head, i, j) -> float:
-    far = scheme.max_distance
-    return values["r"][head, min(i - j, far) if scheme.geometry.causal else max(-far, min(i - j, far)) + far]
 
 
 def rope(scheme, values, head, i, j, x, y) -> float:
@@ -304,15 +271,11 @@ REFERENCES: dict[str, Callable[..., float]] = {
     "grape_a": grape_a,
     "kerple": kerple_logit,
     "learned": plain,
-    "log_temperature": log_temperature,
     "near": additive(near),
     "nope": plain,
     "pope": pope,
     "rope": rope,
-    "sandwich": additive(sandwich),
     "sinusoidal": plain,
-    "t5": additive(t5),
-    "t5_clipped": additive(t5_clipped),
     "transformer_xl": transformer_xl,
 }
 
@@ -581,14 +544,18 @@ def test_projections_are_rounded_once_and_not_by_autocast(name: str, direction: 
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 
-# Schemes whose logits depend on more than one pair of query and key are compared elsewhere.
+# Schemes whose logits depend on more than one pair of query and key, or that the official code has in every form, are
+# compared elsewhere.
 ELSEWHERE = {
     "cape": ["cape"],
     "addons": ["kv_shift"],
     "block_rotations": ["comrope_ap", "comrope_ld", "liere"],
     "content_relative": ["shaw"],
     "fox": ["fox", "fox_pro"],
-    "goldens": ["attention_sinks", "gated_output", "inkling", "path", "repo", "selective_rope"],
+    "goldens": [
+        *("attention_sinks", "gated_output", "inkling", "log_temperature", "path", "repo", "sandwich"),
+        *("selective_rope", "t5", "t5_clipped"),
+    ],
     "rotary_family": ["fope", "rope2d", "xpos"],
     "tape": ["tape"],
     "walks": ["cope", "stick_breaking"],

@@ -441,11 +441,3 @@ def test_what_fails_half_way_is_taken_back(
     act(model)
     assert surgery.is_patched(model) != (act is hf_posenc.unpatch)
     hf_posenc.verify(model if surgery.is_patched(model) else patch(model, "fire"))
-
-
-@pytest.mark.parametrize("make", [llama, gpt2, t5])
-def test_patching_again_leaves_nothing_of_the_first_scheme(make: Callable[[], Any]) -> None:
-    for first, second in (("kerple", "fire"), ("fire", "kerple")):
-        again = patch(patch(make(), first), second)
-        assert list(again.state_dict()) == list(patch(make(), second).state_dict())
-        hf_posenc.verify(again)

@@ -1,4 +1,4 @@
-"""The header and the bar of a run."""
+"""The bar of a run, and results in a notebook."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.console import Console
 from transformers import Trainer, TrainerControl, TrainerState
 
 import hf_posenc
-from hf_posenc.recipes.runs.facts import Facts, header
+from hf_posenc.recipes.runs.facts import Facts
 from hf_posenc.recipes.runs.progress import Progress
 from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Recipe, Training
 
@@ -45,20 +45,6 @@ FACTS = Facts(
     versions={"hf-posenc": "0.1.0", "python": "3.11.7"},
 )
 
-HEADER = """\
-model      tiny-llama (llama, 468,600 parameters, trained on 128 tokens)
-scheme     fire on 4 decoder layers
-options    threshold=64.0, gate=False
-native     rotary encoding (RoPE): removed
-start      break, after a fit to the native encoding
-trained    all weights: 468,600 parameters, 792 of them new
-tokens     409,600 (200 steps x 16 windows x 128 tokens)
-data       builtin, 1,000,000 training tokens, 0.41 epochs
-teacher    the original (loss weight 0.5)
-compute    2 x CPU with 2 threads, bfloat16
-caution    The patched model computes another function and must be adapted.
-"""
-
 
 def facts_with(facts: Facts = FACTS, **changes: Any) -> Facts:
     """Return facts of a recipe in which some sections, or some of their keys, are others."""
@@ -67,15 +53,6 @@ def facts_with(facts: Facts = FACTS, **changes: Any) -> Facts:
         for name, value in changes.items()
     }
     return dataclasses.replace(facts, recipe=dataclasses.replace(facts.recipe, **sections))
-
-
-def shown(facts: Facts) -> str:
-    return "".join(f"{line}\n" for line in header(facts))
-
-
-def test_header() -> None:
-    assert shown(FACTS) == HEADER
-    assert "(1 step x 1 window x 128 tokens)" in shown(facts_with(training={"steps": 1, "batch_size": 1}))
 
 
 # -- the bar -----------------------------------------------------------------------------------------------------------

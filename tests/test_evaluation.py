@@ -6,8 +6,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +28,7 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc import CheckpointError, OptionError, PosencLoraConfig, PositionError, RecipeError, ShapeError, cli
-from hf_posenc.recipes import intervals, library
+from hf_posenc.recipes import intervals
 from hf_posenc.recipes.evaluation import (
     AssociativeRecall,
     ContextPerplexity,
@@ -354,22 +352,6 @@ def test_report_is_complete(tmp_path: Path) -> None:
 
 
 # -- whole evaluations -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow  # a run in two processes measures, too: see test_distributed
-def test_two_processes_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Five windows in batches of two: three batches for two processes.
-    typed = ["eval", "tiny-llama", "--contexts", "64,96", "--measures", "perplexity,induction", "--samples", "5"]
-    typed += ["--batch-size", "2", "--out"]
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(library.find_config("ddp"))]
-    command = [sys.executable, *launcher, "--num_processes", "2", "-m", "hf_posenc", *typed, str(tmp_path / "two")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert CliRunner().invoke(cli.app, [*typed, str(tmp_path / "one")]).exit_code == 0
-    one, two = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("one", "two"))
-    assert one["sections"] == two["sections"]
-    assert two["settings"]["processes"] == 2
 
 
 def test_command(tmp_path: Path) -> None:

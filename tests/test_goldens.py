@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_posenc import Geometry, Positions, Scheme, attend, build
 from hf_posenc.attention import executors
-from hf_posenc.operands import Block, NativeTable, Tokens
+from hf_posenc.operands import Block, Tokens
 from hf_posenc.schemes.families.additive import Buckets
 
 EXECUTORS = ("dense", "blocks")
@@ -214,21 +214,6 @@ def test_t5_buckets(buckets: int, far: int, direction: str) -> None:
     distance = -values["rel_for_bucket"]  # theirs is key minus query
     got = Buckets(num_buckets=buckets, max_distance=far, causal=direction == "causal")(distance)
     assert torch.equal(got, values[f"bucket_nb{buckets}_md{far}_{direction}"])
-
-
-@pytest.mark.parametrize("direction", ["causal", "bidir"])
-@pytest.mark.parametrize(("name", "reach"), [("t5", None), ("t5_clipped", {"causal": 113, "bidir": 91})])
-def test_both_t5_schemes_start_as_the_models_own_table(name: str, reach: dict | None, direction: str) -> None:
-    values = golden("t5_rpe")
-    native = NativeTable("t5", values[f"weight_{direction}"].float(), 128)
-    scheme = build(name, geometry(6, direction, native=native))
-    assert scheme.facts(native_kept=False).exact
-    if reach is not None:
-        assert scheme.options()["max_distance"] == reach[direction]
-    long = values["positions_long"]
-    got = bias_of(scheme, long, long, torch.float32)
-    seen = torch.ones(15, 15).tril().bool() if direction == "causal" else torch.ones(15, 15).bool()
-    assert torch.equal(got[:, seen], values[f"bias_{direction}_long"].float()[:, seen])
 
 
 # -- kerple ------------------------------------------------------------------------------------------------------------

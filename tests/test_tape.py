@@ -1,4 +1,4 @@
-"""TaPE against the official code, and its symmetries: whole stacks of layers, since states pass along them."""
+"""TaPE against the official code: whole stacks of layers, since states pass along them."""
 
 from __future__ import annotations
 
@@ -114,18 +114,6 @@ def one_layer(**options: Any) -> Any:
     return hf_posenc.build("tape", geometry, **options).double()
 
 
-def test_update_after_the_feed_forward() -> None:
-    scheme = one_layer()
-    cos, sin = (VALUES[f"pe_layer/{name}_in"].transpose(1, 2) for name in ("cos", "sin"))
-    states = torch.cat((cos, sin), dim=-1)
-    with torch.no_grad():
-        for name in ("up_proj", "x_proj", "down_proj"):
-            scheme.get_parameter(f"pe.{name}.weight").copy_(VALUES[f"pe_layer/{name}"])
-        update = scheme.feed(states, VALUES["pe_layer/x"]) - states
-    for got, name in zip(update.transpose(1, 2).chunk(2, dim=-1), ("cos", "sin"), strict=True):
-        agree(got, f"pe_layer/{name}_out")
-
-
 @pytest.mark.parametrize(("head_mix", "want"), [(False, "official_rowsum"), (True, "true_head_mix")])
 def test_update_after_the_attention(head_mix: bool, want: str) -> None:
     scheme = one_layer(head_mix=head_mix)
@@ -137,13 +125,6 @@ def test_update_after_the_attention(head_mix: bool, want: str) -> None:
         nothing = torch.zeros(2, 13, 4, 16, dtype=torch.float64)
         got = scheme.carry(output, Tokens(positions=Positions(place, place), carried=nothing))
     agree(got.transpose(1, 2)[..., :8], f"post_attention_mix/{want}")
-
-
-# -- symmetries --------------------------------------------------------------------------------------------------------
-
-
-def llama(**options: Any) -> Any:
-    return moved(hf_posenc.patch(stock("llama").model, "tape", **options)).double()
 
 
 # -- how states pass from layer to layer -------------------------------------------------------------------------------

@@ -48,25 +48,6 @@ def states(model: PreTrainedModel, pixels: Tensor | None = None, **call: Any) ->
     return model.vit(images() if pixels is None else pixels, **call).last_hidden_state
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_declared_exact_starts_over_the_table_are_exact(scheme: str) -> None:
-    model = make()
-    before = states(model)
-    plan = hf_posenc.plan(model, scheme, native="keep")
-    assert hf_posenc.plan(model.config, scheme, native="keep").parameters == plan.parameters
-    after = states(hf_posenc.patch(model, scheme, native="keep"))
-    moved = (after - before).abs().max()
-    if plan.start_tolerance is None:
-        assert moved > 1e-3
-    elif plan.start_tolerance:
-        assert 0 < moved < 10 * plan.start_tolerance
-    else:
-        torch.testing.assert_close(after, before, **SAME)
-    if hf_posenc.schemes()[scheme].cls.neutral_options is not None:
-        assert plan.start_tolerance is not None
-    assert plan.cache_bytes_per_token == 0
-
-
 def test_a_checkpoint_with_the_names_of_old_releases_is_converted(tmp_path: Path) -> None:
     """transformers writes the names that ViT checkpoints on the hub have, and renames them on loading."""
     make().save_pretrained(tmp_path / "stock")
