@@ -52,6 +52,7 @@ def adapted(model: Any, way: dict[str, Any]) -> set[str]:
     return {name for name, module in inside.named_modules() if isinstance(module, BaseTunerLayer)}
 
 
+@pytest.mark.grid  # LoRA on every layer takes a third of a second
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of all layers that no adapter should be on
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("scheme", "options", "architecture"), CASES, ids=identify)
