@@ -122,9 +122,10 @@ def distance(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     return AttentionTransfer(model, projections=False).distances([{"input_ids": ids, **options}])
 
 
-def test_skipped_positions_are_read_by_the_original_too_as_far_as_it_was_trained() -> None:
-    attention = AttentionTransfer(hf_posenc.patch(stock("llama"), "rope"))
-    ids, trained = tokens("llama", 2, 12), stock("llama").config.max_position_embeddings
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen3", "mistral", "gpt_oss"])
+def test_skipped_positions_are_read_by_the_original_too_as_far_as_it_was_trained(architecture: str) -> None:
+    attention = AttentionTransfer(hf_posenc.patch(stock(architecture), "rope"))
+    ids, trained = tokens(architecture, 2, 12), stock(architecture).config.max_position_embeddings
 
     def read(gap: int) -> dict[str, torch.Tensor]:
         places = torch.arange(12) + gap * (torch.arange(12) >= 5)

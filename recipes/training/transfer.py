@@ -178,7 +178,7 @@ class AttentionTransfer(nn.Module):
                 stack.enter_context(disabled(model))
                 if isinstance(self._model[0], PeftModel):
                     stack.enter_context(self._model[0].disable_adapter())
-            read, wanted = _traffic(model, self._original, given)
+            read, wanted = _traffic(model, self._original, _with_windows_by_position(model.config, given))
         with self._without_feed_forwards():
             _, written = _traffic(self._inner[0], list(self.attentions), given, read)
 
@@ -407,6 +407,22 @@ def _traffic(
     with hooked(attentions, before, after):
         model.base_model(**given, use_cache=False)
     return [read[each] for each in attentions], [written[each] for each in attentions]
+
+
+def _with_windows_by_position(config: Any, given: Inputs) -> Inputs:
+    """Let windows of the original end by positions, as those of a converted model do; transformers counts tokens.
+
+    Behind a gap, layers with a window would else see what is farther away than all that they were trained for.
+    """
+    positions, window = given.get("position_ids"), getattr(config, "sliding_window", None)
+    if window is None or positions is None or not bool((positions.diff(dim=-1) > 1).any()):
+        return given
+    distance = (positions[:, :, None] - positions[:, None])[:, None]  # [B, 1, S, S]
+    mask = torch.zeros(distance.shape, device=distance.device).masked_fill_(distance < 0, -torch.inf)
+    near = mask.masked_fill(distance >= window, -torch.inf)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    masks = {kind: near if kind == "sliding_attention" else mask for kind in kinds}
+    return given | {"attention_mask": masks if len(masks) > 1 else next(iter(masks.values()), near)}
 
 
 def _attentions(model: Any, architecture: Architecture, places: Sequence[tuple[str, int]]) -> list[nn.Module]:
