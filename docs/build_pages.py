@@ -14,6 +14,7 @@ from functools import cache
 from io import BytesIO
 from pathlib import Path
 
+from matplotlib.figure import Figure
 from PIL import Image
 from portraits import portrait
 from transformers import LlamaConfig
@@ -110,9 +111,14 @@ def pages() -> list[Path]:
 
 
 def draw(name: str) -> bytes:
-    """Return the picture of a scheme, a PNG with few colours so that the file is small."""
+    """Return the picture of a scheme, a PNG."""
+    return png(portrait(name))
+
+
+def png(figure: Figure) -> bytes:
+    """Return a picture with few colours, so that the file is small."""
     drawn, small = BytesIO(), BytesIO()
-    portrait(name).savefig(drawn, format="png")
+    figure.savefig(drawn, format="png")
     image = Image.open(drawn).convert("RGB").quantize(_COLOURS, dither=Image.Dither.NONE)
     image.save(small, format="png", optimize=True)
     return small.getvalue()

@@ -20,8 +20,11 @@ import hf_posenc
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
 
-from build_pages import FACTS, draw  # noqa: E402
+from build_pages import FACTS, draw, png  # noqa: E402
+from forms import forms  # noqa: E402
 
+# The place of the picture of what was measured.
+MEASURED = "<!-- picture of the forms -->"
 # Documents outside of docs/: their paths in the repository and on the site.
 ELSEWHERE = {
     "README.md": "index.md",
@@ -50,13 +53,15 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, place, content=write()))
     for name in hf_posenc.schemes():
         files.append(File.generated(config, f"schemes/{name}.png", content=draw(name)))
+    files.append(File.generated(config, "forms.png", content=png(forms())))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Change links from paths in the repository to paths on the site, and show the picture of a scheme."""
+    """Change links from paths in the repository to paths on the site, and show the pictures that the site draws."""
     here = page.file.src_uri
     markdown = markdown.replace(FACTS[1], f"![Picture of the scheme]({Path(here).stem}.png)")
+    markdown = markdown.replace(MEASURED, "![Perplexity, copying and recall by length](forms.png)")
     source = next((path for path, place in ELSEWHERE.items() if place == here), f"docs/{here}")
 
     def changed(match: re.Match[str]) -> str:
