@@ -76,7 +76,8 @@ def grouped_matmul(rows: Tensor, shared: Tensor) -> Tensor:
     if torch.compiler.is_exporting():
         # The fold would bind the graph to one length.
         return rows @ shared.repeat_interleave(heads // groups, dim=1)
-    folded = torch.bmm(rows.reshape(batch * groups, -1, width), shared.flatten(0, 1))  # [B * G, H/G * q, y]
+    folded = rows.reshape(batch * groups, -1, width)  # [B * G, H/G * q, x]
+    folded = torch.bmm(folded, shared.expand(batch, *shared.shape[1:]).flatten(0, 1))
     return folded.view(batch, heads, length, shared.shape[-1])
 
 

@@ -151,6 +151,8 @@ NAMED: dict[str, set[str]] = {
     "hf_posenc.recipes.loading": {"llama"},
     # The stock model of its hybrids.
     "hf_posenc.patches.llama": {"smollm3"},
+    # The only model that it writes.
+    "hf_posenc.patches.export.mlx": {"llama"},
     # A name in GGUF files.
     "hf_posenc.patches.export.gguf": {"llama"},
     # Hints.
