@@ -191,14 +191,14 @@ def test_layers_share_positions_until_they_hold_different_ones() -> None:
     ids, held = torch.randint(40, (2, 9)), DynamicCache()
     steps = (ids[:, :5], ids[:, 5:6], ids[:, 6:7])
     for step in steps:
-        model(input_ids=step, past_key_values=held)
+        model(input_ids=step, **{CACHE: held})
     first, second = (layer.token_state["positions"] for layer in held.layers)  # type: ignore[attr-defined]
     assert first is second
     assert first.tolist() == 2 * [[*range(7)]]
     held.reorder_cache(torch.tensor([1, 0]))
     # What one layer alone lost, the others keep.
     held.layers[1].crop(-2)
-    model(input_ids=ids[:, 7:8], past_key_values=held)
+    model(input_ids=ids[:, 7:8], **{CACHE: held})
     first, second = (layer.token_state["positions"] for layer in held.layers)  # type: ignore[attr-defined]
     assert (first[0].tolist(), second[0].tolist()) == ([*range(8)], [*range(5), 7])
 
