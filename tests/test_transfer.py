@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from grid import once
-from models import checkpoint, stacks_for, stock, tokens
+from models import DECODERS, checkpoint, stacks_for, stock, tokens
 from rich.console import Console
 
 import hf_posenc
@@ -122,7 +122,7 @@ def distance(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     return AttentionTransfer(model, projections=False).distances([{"input_ids": ids, **options}])
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen3", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("architecture", ["llama", *(name for name in DECODERS if "sliding_window" in DECODERS[name])])
 def test_skipped_positions_are_read_by_the_original_too_as_far_as_it_was_trained(architecture: str) -> None:
     attention = AttentionTransfer(hf_posenc.patch(stock(architecture), "rope"))
     ids, trained = tokens(architecture, 2, 12), stock(architecture).config.max_position_embeddings
@@ -136,6 +136,16 @@ def test_skipped_positions_are_read_by_the_original_too_as_far_as_it_was_trained
     assert not torch.equal(apart["sizes"], whole["sizes"])
     assert float(apart["loss"]) < 1e-9
     assert torch.equal(beyond["sizes"], whole["sizes"])
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "mistral"])
+def test_without_a_copy_the_original_has_the_same_windows_behind_a_gap(architecture: str) -> None:
+    model, ids = patched(architecture, "kerple"), tokens(architecture, 2, 12)
+    places = (torch.arange(12) + 100 * (torch.arange(12) >= 5)).expand_as(ids)
+    given = {"attention_mask": torch.ones_like(ids), "position_ids": places}
+    with torch.no_grad():
+        own, copied = (AttentionTransfer(model, projections=both)(ids, **given) for both in (False, True))
+    torch.testing.assert_close(own["sizes"], copied["sizes"])
 
 
 @pytest.mark.parametrize("name", ["shaw", "fire"])

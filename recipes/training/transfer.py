@@ -414,13 +414,13 @@ def _with_windows_by_position(config: Any, given: Inputs) -> Inputs:
 
     Behind a gap, layers with a window would else see what is farther away than all that they were trained for.
     """
-    positions, window = given.get("position_ids"), getattr(config, "sliding_window", None)
+    positions, window = given.get("position_ids"), getattr(config.get_text_config(), "sliding_window", None)
     if window is None or positions is None or not bool((positions.diff(dim=-1) > 1).any()):
         return given
     distance = (positions[:, :, None] - positions[:, None])[:, None]  # [B, 1, S, S]
     mask = torch.zeros(distance.shape, device=distance.device).masked_fill_(distance < 0, -torch.inf)
     near = mask.masked_fill(distance >= window, -torch.inf)
-    kinds = set(getattr(config, "layer_types", None) or ())
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
     masks = {kind: near if kind == "sliding_attention" else mask for kind in kinds}
     return given | {"attention_mask": masks if len(masks) > 1 else next(iter(masks.values()), near)}
 
