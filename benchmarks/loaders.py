@@ -293,7 +293,7 @@ def in_llama_cpp(place: Path, wanted: dict[str, Any]) -> str:
 
 
 def in_mlx(place: Path, wanted: dict[str, Any]) -> str:
-    """Prompts come in pieces."""
+    """Prompts are read in pieces of 32 tokens."""
     import mlx.core as mx
     from mlx_lm.generate import generate_step
     from mlx_lm.utils import load_model

@@ -157,7 +157,7 @@ class Positions:
         query_coords: Coordinates of the queries' tokens in n dimensions, float32 or float64 `[B|1, Q, n]`; `None` in a
             text, where every coordinate of a token is its position.
         key_coords: Coordinates of the keys' tokens, `[B|1, K, n]`.
-        made: What `once` made, by key.
+        made: Values that `once` has made, by key.
     """
 
     query: Tensor
@@ -167,9 +167,9 @@ class Positions:
     made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def once(self, make: Callable[[], Result], *key: Hashable) -> Result:
-        """Return what a function makes of these positions and of a key, made once for all layers that share them.
+        """Return the result of a function, which is called once for each key in all layers that share these positions.
 
-        A traced graph makes it anew each time; its compiler finds what is equal.
+        While a graph is traced, it is called each time; the compiler removes what is computed twice.
         """
         if torch.compiler.is_compiling():
             return make()

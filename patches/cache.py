@@ -31,7 +31,7 @@ _TOKENS = 1
 NAMES = ("cache", "past_key_values")
 # The name of the state that all patched layers have.
 POSITIONS = "positions"
-# Appends fresh state to that of earlier tokens, each `[B, S, ...]`.
+# Joins the state of earlier tokens and the state of fresh ones, each `[B, S, ...]`.
 _Join: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 

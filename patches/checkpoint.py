@@ -99,8 +99,8 @@ def sort_metadata(path: Path, save: str | None = None) -> None:
 def _bound(path: Path, *, values: bool = True) -> str:
     """Return a digest that binds a file of weights to the config.json beside it.
 
-    It covers all keys of config.json that are not free, the names, types and shapes of the tensors, and the values of
-    those of schemes, which are few.
+    It covers all keys of config.json that are not free, the names, types and shapes of all tensors, and the values of
+    the schemes' tensors, which are small.
     """
     with path.open("rb") as file:
         start = 8 + (size := int.from_bytes(file.read(8), "little"))

@@ -86,7 +86,7 @@ class Inputs:
         packed: Numbers of the sequences that are packed into rows, int64 `[B|1, S]`, 0 at padding; `None` if each row
             is one sequence.
         ruled: Whether padding and the order of tokens say all about which keys a causal layer sees, windows aside.
-        made: What layers share, see `Positions.once`.
+        made: Values that layers share, see `Positions.once`.
     """
 
     positions: Tensor
