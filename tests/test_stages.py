@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from models import DIRECTORIES, checkpoint, stock, text_file, tokens
+from peft import LoraConfig, get_peft_model
 from test_run import Stop, stop_after, weights
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
@@ -25,9 +26,10 @@ from hf_posenc.recipes import memory, storage
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.runs import hybrids, run
 from hf_posenc.recipes.runs.stages import trained, training
+from hf_posenc.recipes.runs.stages.base import Work
 from hf_posenc.recipes.schema.recipe import Recipe, Training
 from hf_posenc.recipes.training.layers import LayerCost, LayerCosts, layer_costs
-from hf_posenc.recipes.training.rates import rates, with_rates
+from hf_posenc.recipes.training.rates import magnitude, rates, with_rates
 from hf_posenc.recipes.training.transfer import AttentionTransfer, transfer
 
 pytestmark = pytest.mark.usefixtures("plain_pictures")
@@ -98,7 +100,7 @@ def test_long_windows_have_no_encoder_decoder_as_teacher() -> None:
     recipe = read_recipe("swap", ["scheme=fire", "distillation={share: 1.0}", "lengthen={steps: 1}"])
     for architecture, taught in (("llama", [True, True]), ("t5", [True, False])):
         plans = training(replace(recipe, transfer=replace(recipe.transfer, steps=0)))
-        assert [plan.settled(stock(architecture)).distillation.distils for plan in plans] == taught
+        assert [plan.settled(Work(stock(architecture))).distillation.distils for plan in plans] == taught
 
 
 def test_the_transfer_brings_attention_nearer(whole: run.Outcome) -> None:
@@ -308,7 +310,7 @@ def test_layers_on_the_command_line() -> None:
 
 
 def test_rates_fall_with_size() -> None:
-    small, large = torch.nn.Linear(400, 400), torch.nn.Linear(40_000, 4_000, device="meta")
+    small, large = (torch.nn.Linear(*size, device="meta") for size in ((400, 400), (40_000, 4_000)))
     for stage in ("transfer", "training", "lengthen"):
         assert rates(small, stage).model > 1.5 * rates(large, stage).model
         assert rates(large, stage).scheme > rates(large, stage).model
@@ -321,6 +323,25 @@ def test_rates_fall_with_size() -> None:
         model = GPT2LMHeadModel(GPT2Config())
     named, unnamed = (with_rates(Training(length=length, batch_size=1), model) for length in (1024, None))
     assert replace(named, length=None) == unnamed
+
+
+def test_rates_are_as_large_as_the_weights_and_as_what_is_to_be_learned() -> None:
+    model = stock("llama")
+    before = {stage: rates(model, stage) for stage in ("transfer", "training")}
+    near = rates(model, "transfer", distance=0.18 / 100)
+    assert near.model == pytest.approx(before["transfer"].model / 10)
+    assert near.scheme == pytest.approx(before["transfer"].scheme / 10)
+    assert rates(model, "transfer", distance=0.5) == before["transfer"]
+    known = magnitude(model)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight *= 0.25
+    for stage, (own, scheme) in before.items():
+        assert rates(model, stage) == pytest.approx((own / 4, scheme))
+        # A run that goes on has other weights than those with which it began.
+        assert rates(model, stage, weights=known) == pytest.approx((own, scheme))
+    adapted = get_peft_model(stock("llama"), LoraConfig(target_modules=["q_proj"]))
+    assert rates(adapted, "training", weights=known) == rates(adapted, "training")
 
 
 def test_what_a_transfer_cannot_do(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def forecast(case: Case, command: str = "") -> tuple[Facts, dict[str, int | None
         trained_length=case.own_length,
         data_tokens=case.text(recipe.training).tokens,
         command=command,
-        stages=tuple(stage.describe(work.model, has_new=bool(planned and planned.parameters)) for stage in trained),
+        stages=tuple(stage.describe(has_new=bool(planned and planned.parameters)) for stage in trained),
         other_tokens=sum(stage.settings.steps * stage.tokens(case.own_length) for stage in others),
         memory=memory,
     )

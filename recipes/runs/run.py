@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import broadcast_object_list
 from filelock import BaseFileLock, FileLock
 from pydantic_core import to_jsonable_python
 from rich.console import Console
@@ -42,6 +43,7 @@ from hf_posenc.recipes.schema import fields
 from hf_posenc.recipes.schema.recipe import Recipe
 from hf_posenc.recipes.storage import CHECKPOINTS, MODEL, RECIPE, RUN
 from hf_posenc.recipes.training.adapter import keep_unpacked, quantization, trained_dtype
+from hf_posenc.recipes.training.rates import magnitude
 from hf_posenc.recipes.training.trainer import divide_batch, teacher_of
 
 # Keys of a config that say where it comes from, or in which dtype it was saved.
@@ -161,6 +163,8 @@ def _run(
     micro_batch, _ = divide_batch(recipe.training, together.num_processes)
     set_seed(recipe.training.seed)
     work = Work(_load(recipe), facts)
+    # Where weights are sharded as they are loaded, only the first process has all of them.
+    [work.weights] = broadcast_object_list([magnitude(work.model)])
     with enough_threads(work.model, micro_batch * case.length):
         if recipe.distillation.distils and recipe.distillation.teacher is not None:
             work.teacher = teacher_of(work.model, recipe)

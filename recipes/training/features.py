@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from hf_posenc.errors import OptionError
 from hf_posenc.patches.patch import evaluating
 from hf_posenc.recipes.training.callbacks import parameter_groups
 from hf_posenc.recipes.training.distillation import hidden_distance
-from hf_posenc.recipes.training.rates import Name, rates
+from hf_posenc.recipes.training.rates import rates
 from hf_posenc.recipes.training.starts import check_counts, check_rates, held_out, kept, verdict
 
 # Embeddings of samples, `[B, E]`, and the hidden states of their tokens or patches by layer, `[B, S, E]`.
@@ -39,11 +38,9 @@ class Samples(ABC):
 
     Attributes:
         sizes: Sizes to measure at: the original's own first, the largest last.
-        stage: Stage whose learning rates are the default.
     """
 
     sizes: tuple[int, ...]
-    stage: ClassVar[Name] = "training"
 
     @abstractmethod
     def __len__(self) -> int:
@@ -156,7 +153,7 @@ def distil_features(
     if len(samples) < 4:
         raise OptionError(f"{caller}: got {len(samples)} samples; expected 4 at least, of which one is held out.")
     learned = len(samples) - held_out(len(samples), most=_JUDGED)
-    own = rates(model, samples.stage, batch_size * samples.tokens(samples.sizes[-1]) // 2, fitted=False)
+    own = rates(model, "training", batch_size * samples.tokens(samples.sizes[-1]) // 2, fitted=False)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     draw = torch.Generator().manual_seed(seed)
     judged = list(range(learned, len(samples)))

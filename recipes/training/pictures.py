@@ -31,9 +31,6 @@ class Pictures(Samples):
         original: Image encoder as it was.
     """
 
-    # At the rates of a training, features of other photographs than those of the steps get worse (DINOv2-small).
-    stage = "refining"
-
     def __init__(self, files: Sequence[Path], processors: Sequence[Any], original: PreTrainedModel) -> None:
         self._files, self._processors = files, {side(processor): processor for processor in processors}
         self.sizes = tuple(self._processors)

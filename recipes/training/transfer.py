@@ -328,8 +328,9 @@ def transfer(
         projections: Whether to train the projections of attention, too; by default only the scheme learns.
         steps: Steps of Adam, with a cosine schedule to 0.
         batch_size: Windows per step.
-        learning_rate: Initial learning rate of the projections; `None` follows from the model's size, see `rates`.
-        scheme_learning_rate: Initial learning rate of the scheme; `None` is `learning_rate`, or follows from the size.
+        learning_rate: Initial learning rate of the projections; `None` follows from the model, see
+            `rates`.
+        scheme_learning_rate: Initial learning rate of the scheme; `None` is `learning_rate`, or follows from the model.
         seed: Random seed of the order of windows.
         progress: Function called after each step with the number of steps done.
 
@@ -346,7 +347,6 @@ def transfer(
     check_windows("transfer", model, ids, least=2)
     ids = _cut(ids, trained_length(model.config.get_text_config())).to(model.device)
     order = torch.Generator().manual_seed(seed)
-    found = rates(model, "transfer" if projections else "fit")
 
     def inputs(windows: Tensor) -> Inputs:
         return {"input_ids": windows if corrupt is None else corrupt(windows), "labels": windows}
@@ -355,6 +355,7 @@ def transfer(
         apart = held_out(len(ids), most=JUDGED)
         learned = len(ids) - apart
         best = BestLayers(attention, [inputs(part) for part in torch.split(ids[learned if apart else 0 :], batch_size)])
+        found = rates(model, "transfer" if projections else "fit", distance=float(best.before.mean()))
         groups = parameter_groups(attention, scheme_learning_rate=scheme_learning_rate or learning_rate or found.scheme)
         optimizer = torch.optim.Adam(groups, lr=learning_rate or found.model)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)

@@ -138,12 +138,15 @@ class Context:
 class Work:
     """What the stages hand on.
 
-    `original` gives the context in which the model computes as it was loaded; trainer and pace are those of the last
-    stage, the log is that of all. There are no facts while a run is only checked.
+    `weights` is the magnitude of the weights as they were loaded, and `distance` the one before the transfer, see
+    `rates`. `original` gives the context in which the model computes as it was loaded; trainer and pace are those of
+    the last stage, the log is that of all. There are no facts while a run is only checked.
     """
 
     model: Any
     facts: Facts | None = None
+    weights: float | None = None
+    distance: float | None = None
     original: Original = lambda model: contextlib.nullcontext()
     teacher: Teacher | None = None
     trainer: AdaptationTrainer | None = None

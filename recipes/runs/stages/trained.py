@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from accelerate.utils import patch_environment
+from accelerate.utils import broadcast_object_list, patch_environment
 from torch import nn
 from torch.utils.data import Subset
 from transformers import TrainerCallback, TrainerState, default_data_collator
@@ -71,10 +71,12 @@ class Trained(Stage):
         """Return the recipe with what this stage has of it; the training alone brings in the scheme."""
         return replace(self.recipe, conversion=replace(self.recipe.conversion, scheme=None))
 
-    def settled(self, model: Any) -> Recipe:
-        """Return the recipe of this stage alone, with its rates, which follow from the model's size."""
+    def settled(self, work: Work) -> Recipe:
+        """Return the recipe of this stage alone, with its rates, which follow from the model as it was loaded."""
         kind, fitted = self.rates
-        return replace(self.plain(model), training=with_rates(self.settings, model, kind, fitted=fitted))
+        known = {"weights": work.weights, "distance": work.distance}
+        training = with_rates(self.settings, work.model, kind, fitted=fitted, **known)
+        return replace(self.plain(work.model), training=training)
 
     def check(self, case: Case, work: Work) -> None:
         check_loggers(self.recipe.saving.loggers)
@@ -115,7 +117,7 @@ class Trained(Stage):
 
     def trainer(self, case: Case, work: Work, module: nn.Module, **more: Any) -> AdaptationTrainer:
         """Return the trainer of a module; `more` are further arguments of `adaptation_trainer`."""
-        recipe = self.settled(work.model)
+        recipe = self.settled(work)
         teacher = work.teacher if recipe.distillation.distils else None
         return adaptation_trainer(
             module, recipe, self.windows(case), collate=self.collate(case), teacher=teacher, **more
@@ -135,7 +137,11 @@ class Trained(Stage):
     def train(self, context: Context, work: Work, module: nn.Module, callbacks: Sequence[TrainerCallback]) -> None:
         """Train a module, from the last checkpoint if there is one."""
         case, folder = context.case, self.folder(context)
-        distillation = self.settled(work.model).distillation
+        settled = self.settled(work)
+        distillation = settled.distillation
+        context.say(
+            f"{self.words} at {self.in_words(settled.training, has_new=bool(work.facts and work.facts.new_parameters))}"
+        )
         checkpoints = files.WholeCheckpoints(folder, keep=self.recipe.saving.keep)
         is_part = module is not work.model
         text = "" if is_part else "text_loss" if distillation.distils and work.teacher is not None else "loss"
@@ -164,16 +170,21 @@ class Trained(Stage):
         """Return the tokens of a step; `length` is the length of windows where the recipe gives none."""
         return self.settings.batch_size * (self.settings.length or length)
 
-    def describe(self, model: Any, *, has_new: bool) -> str:
-        """Return the settings in words; without new weights, their rate is left out."""
-        training = self.settled(model).training
-        size = f"{counted(training.steps, 'step')} x {counted(training.batch_size, 'window')}"
-        rates = f"rate {training.learning_rate:.2g}"
+    def describe(self, *, has_new: bool) -> str:
+        """Return the settings in words. Rates that are null are said when the stage begins."""
+        training = self.settings
+        size = f"{self.words}: {counted(training.steps, 'step')} x {counted(training.batch_size, 'window')}"
+        if training.learning_rate is None or training.scheme_learning_rate is None:
+            return size
+        return f"{size}, {self.in_words(training, has_new=has_new)}"
+
+    def in_words(self, training: Training, *, has_new: bool) -> str:
+        """Return the rates of this stage; without new weights, their rate is left out."""
+        scheme = f"{training.scheme_learning_rate:.2g} (scheme)"
         if self.rates[0] == "fit" or self.recipe.adapter.kind == "scheme":  # nothing of the model is trained
-            rates = f"rate {training.scheme_learning_rate:.2g} (scheme)"
-        elif has_new:
-            rates = f"rates {training.learning_rate:.2g} and {training.scheme_learning_rate:.2g} (scheme)"
-        return f"{self.words}: {size}, {rates}"
+            return f"rate {scheme}"
+        own = f"{training.learning_rate:.2g}"
+        return f"rates {own} and {scheme}" if has_new else f"rate {own}"
 
 
 class Transfer(Trained):
@@ -235,6 +246,7 @@ class Transfer(Trained):
                 best.load(result)
             elif last is not None:
                 best.load(last / BEST)
+            [work.distance] = broadcast_object_list([float(best.before.mean())])
             if not result.is_file():
                 self.train(context, work, transfer, [best])
             found = best.restore()
