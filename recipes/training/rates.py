@@ -48,7 +48,11 @@ _RATES: dict[Name, tuple[Rates, float]] = {
 
 def magnitude(model: nn.Module) -> float | None:
     """Return the median over all matrices of a model of their root mean square; `None` if it has no weights yet."""
-    matrices = [weight.detach() for weight in model.parameters() if weight.dim() == 2 and weight.is_floating_point()]
+    matrices = [
+        weight.detach()
+        for weight in model.parameters()
+        if weight.dim() == 2 and weight.is_floating_point() and weight.numel()
+    ]
     if not matrices or matrices[0].is_meta:
         return None
     squares = (float(torch.linalg.vector_norm(each, dtype=torch.float32)) ** 2 / each.numel() for each in matrices)
