@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hf_posenc.errors import require_recipes
 
 if TYPE_CHECKING:
-    from hf_posenc.recipes.comparison.run import compare as compare
+    from hf_posenc.recipes.comparison import compare as compare
     from hf_posenc.recipes.evaluation.measure import evaluate as evaluate
     from hf_posenc.recipes.goals import read_recipe as read_recipe
     from hf_posenc.recipes.runs.run import resume as resume
@@ -23,7 +23,7 @@ require_recipes()
 
 _HOMES = {
     "Recipe": "schema.recipe",
-    "compare": "comparison.run",
+    "compare": "comparison",
     "evaluate": "evaluation.measure",
     "fit": "training.fit_bias",
     "transfer": "training.transfer",

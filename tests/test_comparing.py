@@ -20,12 +20,11 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc import OptionError, RecipeError, UnknownSchemeError, cli
-from hf_posenc.recipes.comparison import run as examining
-from hf_posenc.recipes.comparison.recommendation import Findings, recommend
-from hf_posenc.recipes.comparison.run import contestants
+from hf_posenc.recipes import comparison
+from hf_posenc.recipes.comparison import contestants, recommend
 from hf_posenc.recipes.evaluation.grid import PERPLEXITY, Grid, share
-from hf_posenc.recipes.evaluation.report import Report, Section
-from hf_posenc.recipes.evaluation.verdict import CONTROL, ORIGINAL
+from hf_posenc.recipes.evaluation.report import Report
+from hf_posenc.recipes.evaluation.verdict import CONTROL, ORIGINAL, Results
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.loading import load_tiny_llama
 from hf_posenc.recipes.schema.recipe import Recipe
@@ -118,7 +117,7 @@ def test_schemes_are_not_compared_for_a_model_that_has_one() -> None:
 # -- rules -------------------------------------------------------------------------------------------------------------
 
 
-def findings(name: str, near: float, far: float, noise: float = 0.01, copies: float = 0.9) -> Findings:
+def findings(name: str, near: float, far: float, noise: float = 0.01, copies: float = 0.9) -> Results:
     """A model of some losses at 128 and 1,024 tokens, which windows share but for some noise of its own."""
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
     windows = torch.linspace(-1, 1, 32, dtype=torch.float64)
@@ -130,8 +129,7 @@ def findings(name: str, near: float, far: float, noise: float = 0.01, copies: fl
     grid = Grid(PERPLEXITY, {"tokens read": (128, 1024)}, torch.stack([around(near), around(far)]))
     shares = torch.full((1, 32), copies, dtype=torch.float64)
     copy = Grid(share("right tokens", 1 / 64), {"tokens in both copies": (128,)}, shares)
-    sections = (("perplexity", grid), ("induction", copy))
-    return Findings(name, Report(tuple(Section(each, "", "", {name: (found,)}) for each, found in sections)))
+    return {"perplexity": grid, "induction": copy}
 
 
 @pytest.mark.parametrize(
@@ -171,10 +169,9 @@ def findings(name: str, near: float, far: float, noise: float = 0.01, copies: fl
 def test_rules_choose_a_model_up_to_the_trained_length_and_beyond(
     others: list[Any], chosen: tuple[str, ...], said: list[str]
 ) -> None:
-    found = {each.name: each for each in (findings(CONTROL, 2.0, 4.0001), *(findings(*other) for other in others))}
+    found = {each[0]: findings(*each) for each in ((CONTROL, 2.0, 4.0001), *others)}
     given = recommend(found, 128, 1024)
     assert (given.near, given.far, given.overall) == chosen
-    assert given.verdicts is not None
     assert set(given.verdicts) == set(found) - {CONTROL}
     text = " ".join((*given.sentences, *map(str, given.verdicts.values())))
     assert all(part in text for part in said), text
@@ -212,7 +209,7 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(
     typed = ["compare", "tiny-llama", *changes, "--schemes", f"alibi,{broken}", "--budget", "2"]
     typed += ["--samples", "4", "--measures", "induction,generation", "--out", str(out)]
 
-    load_model = examining.Subject.load
+    load_model = comparison.Subject.load
 
     def stop(subject: Any, *given: Any, **named: Any) -> Any:
         if subject.name in (CONTROL, ORIGINAL):
@@ -222,7 +219,7 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(
         return os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patched:
-        patched.setattr(examining.Subject, "load", stop)
+        patched.setattr(comparison.Subject, "load", stop)
         patched.setattr("os._exit", sys.exit)
         stopped = CliRunner().invoke(cli.app, typed)
     assert stopped.exit_code == 128 + signal.SIGTERM, stopped.output
@@ -249,14 +246,15 @@ def test_a_stopped_comparison_goes_on_and_reports_what_fails(
     headings = ("Perplexity by context length", "Start and cost", "Failed", "Copying a random sequence")
     assert all(part in shown for part in (*headings, ORIGINAL))
     written = (out / "report.md").read_text(encoding="utf-8")
-    control, alibi = (load(Findings, out / "runs" / name / "results.json", "") for name in (CONTROL, "alibi"))
-    ratio = alibi.perplexity.relative_to(control.perplexity).write(128)
+    control, alibi = (load(Report, out / "runs" / name / "results.json", "") for name in (CONTROL, "alibi"))
+    curves = [each.results(name)["perplexity"] for each, name in ((alibi, "alibi"), (control, CONTROL))]
+    ratio = curves[0].relative_to(curves[1]).write(128)
     assert re.search(rf"^\| alibi +\|.* {re.escape(ratio)} ", written, re.M)
     assert "| broken" not in written
     assert "- broken: " in written
     assert all((out / name).is_file() for name in re.findall(r"\]\((.+?)\)", written))
     # Of what the original writes, which was measured before the stop.
-    assert alibi.report["generation"].models["alibi"][0].at(64).mean < 1
+    assert alibi["generation"].models["alibi"][0].at(64).mean < 1
     cache = hf_posenc.plan(CONFIG, "alibi").cache_bytes_per_token
     (added,) = (
         line.split("|")[2:5] for line in written[written.index("new parameters") :].splitlines() if "| alibi" in line

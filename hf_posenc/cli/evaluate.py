@@ -106,8 +106,8 @@ def compare(
     quiet()
     from rich.console import Console
 
-    from hf_posenc.recipes.comparison.run import REQUEST
-    from hf_posenc.recipes.comparison.run import compare as run
+    from hf_posenc.recipes.comparison import REQUEST
+    from hf_posenc.recipes.comparison import compare as run
 
     console = Console()
     with resumable(console, out / REQUEST, "the same command"):

@@ -1,4 +1,8 @@
-"""`compare`: adapt the original to each scheme, and train a control; measure, recommend and report."""
+"""Comparison of schemes for a model: adapt it to each under one budget, measure all side by side, write one report.
+
+found = compare("tiny-llama", "comparison", schemes=("fire", "alibi"), budget=300)
+print(*found.recommendation.sentences, sep="\n")
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,8 @@ import contextlib
 import gc
 import shlex
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,12 +26,13 @@ from hf_posenc.errors import OptionError, RecipeError, StorageError, shown
 from hf_posenc.patches.atomic_files import OutputError, write_text
 from hf_posenc.patches.plan import plan
 from hf_posenc.recipes import durations, library, storage
-from hf_posenc.recipes.comparison.recommendation import SHORT, Findings, Recommendation, recommend
 from hf_posenc.recipes.data.windows import Prepared, load_data
 from hf_posenc.recipes.evaluation import evaluate
 from hf_posenc.recipes.evaluation.generation import Generation
+from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.evaluation.perplexity import TARGETS, contexts_for
-from hf_posenc.recipes.evaluation.verdict import CONTROL, ORIGINAL
+from hf_posenc.recipes.evaluation.report import Report
+from hf_posenc.recipes.evaluation.verdict import CONTROL, ORIGINAL, Results, Verdict, judge
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.loading import auto_class, load, trained_length
 from hf_posenc.recipes.processes import processes
@@ -43,7 +48,10 @@ from hf_posenc.recipes.schema.recipe import Conversion, Distillation, Evaluation
 from hf_posenc.recipes.storage import MEASUREMENTS, MODEL, RECIPE
 from hf_posenc.recipes.training.adapter import trained_dtype
 
-REQUEST, RUNS, FINDINGS = "comparison.json", "runs", "results.json"
+REQUEST, RUNS, RESULTS = "comparison.json", "runs", "results.json"
+# What a scheme for longer texts may cost at the trained length, as a share of the control's perplexity; and the tokens
+# per parameter of the model after which a recommendation is no longer provisional.
+ACCEPTABLE, SHORT = 1.02, 0.5
 # Keys that overrides must not change, with the reasons.
 _SETTLED = {
     "model": "it is the model that is compared",
@@ -56,12 +64,37 @@ HTML, MARKDOWN, PICTURES = "report.html", "report.md", "pictures"
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The result of a comparison: findings by name, of `"original"` and `"control"` too, and errors by scheme."""
+    """The result of a comparison: grids by model and measure, of `"original"` and `"control"` too; errors by scheme."""
 
     folder: Path
-    found: Mapping[str, Findings]
+    found: Mapping[str, Results]
     failed: Mapping[str, str]
     recommendation: Recommendation
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A recommendation with its reasons, in sentences; the name `CONTROL` stands for the native encoding.
+
+    Attributes:
+        near: Model for texts up to the trained length.
+        far: Model for longer texts; `None` if no longer text was measured.
+        overall: Model for both, if one suits both.
+        cautions: Limits of the figures.
+        verdicts: The verdict on each scheme next to the control.
+    """
+
+    near: str
+    far: str | None
+    overall: str | None
+    headline: str
+    reasons: tuple[str, ...] = ()
+    cautions: tuple[str, ...] = ()
+    verdicts: Mapping[str, Verdict] = field(default_factory=dict)
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        return (self.headline, *self.reasons, *self.cautions)
 
 
 def compare(
@@ -130,9 +163,10 @@ def compare(
     take(lock, folder)
     try:
         original = examiner.examine(ORIGINAL, folder / "untrained", console)
-        found, failed = _complete(recipes, examiner, folder, console)
+        reports, failed = _complete(recipes, examiner, folder, console)
     finally:
         lock.release()
+    found = {name: report.results(name) for name, report in reports.items()}
     tokens = control.training.batch_size * length
     is_short = budget * tokens < SHORT * parameters
     recommendation = recommend(found, examiner.trained, examiner.farthest, is_short=is_short)
@@ -143,12 +177,12 @@ def compare(
         "text": control.data.read_from,
         "changes to all recipes": ", ".join(overrides) or "none",
         "windows": samples,
-        "command": command or "hf_posenc.recipes.comparison.compare",
+        "command": command or "hf_posenc.recipes.compare",
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
     }
     _write(
         folder,
-        {ORIGINAL: original, **found},
+        {ORIGINAL: original, **reports},
         title=f"Positional encodings for {model}",
         training=f"{counted(budget, 'step')} of {tokens:,} tokens",
         recommendation=recommendation if len(found) > 1 else None,
@@ -156,7 +190,7 @@ def compare(
         starts=_starts({name: recipes[name] for name in found}, config, folder / RUNS),
         made=[f"{name}: {value}" for name, value in made.items()],
     )
-    return Comparison(folder, {ORIGINAL: original, **found}, failed, recommendation)
+    return Comparison(folder, {ORIGINAL: original.results(ORIGINAL), **found}, failed, recommendation)
 
 
 def _tell_time(recipes: Mapping[str, Recipe], data: Prepared, length: int, console: Console) -> None:
@@ -190,9 +224,9 @@ def _check_folder(folder: Path, asked: Mapping[str, Any]) -> None:
 
 def _complete(
     recipes: Mapping[str, Recipe], examiner: Examiner, folder: Path, console: Console | None
-) -> tuple[dict[str, Findings], dict[str, str]]:
+) -> tuple[dict[str, Report], dict[str, str]]:
     """Train and examine all models. A scheme may fail; the control must not."""
-    found: dict[str, Findings] = {}
+    found: dict[str, Report] = {}
     failed: dict[str, str] = {}
     began, done = time.monotonic(), 0
     for number, (name, recipe) in enumerate(recipes.items()):
@@ -247,9 +281,9 @@ class Examiner:
         self._comparing = [measure for measure in self._measures if isinstance(measure, Generation)]
         self._control = control
 
-    def examine(self, name: str, folder: Path, console: Console | None) -> Findings:
-        """Return the findings of a finished run, or of the `ORIGINAL` model, which are kept in a folder."""
-        path, device = folder / FINDINGS, processes().device
+    def examine(self, name: str, folder: Path, console: Console | None) -> Report:
+        """Return the results of a finished run, or of the `ORIGINAL` model, which are kept in a folder."""
+        path, device = folder / RESULTS, processes().device
         if not path.is_file():
             folder.mkdir(exist_ok=True)
             original = Subject(ORIGINAL, self._control.model)
@@ -260,8 +294,8 @@ class Examiner:
                 measure(original.load(device, dtype=dtype))
             self._comparing = []
             model = subject.load(device, dtype=dtype if name == ORIGINAL else None)
-            storage.save(Findings(name, evaluate({name: model}, self._measures, console=console)), path)
-        found: Findings = storage.load(Findings, path, "Remove it to measure again.")
+            storage.save(evaluate({name: model}, self._measures, console=console), path)
+        found: Report = storage.load(Report, path, "Remove it to measure again.")
         return found
 
 
@@ -354,6 +388,98 @@ def _usual(config: Any) -> list[str]:
     return [name for name, info in registry.schemes().items() if info.usual and direction in info.directions]
 
 
+# -- the rules, as docs/compare.md has them ----------------------------------------------------------------------------
+
+
+def recommend(found: Mapping[str, Results], trained: int, farthest: int, *, is_short: bool = False) -> Recommendation:
+    """Apply the rules to the results of models by name, the trained length and the longest measured text.
+
+    After a training that `is_short`, the headline is provisional.
+    """
+    curves = {name: results["perplexity"] for name, results in found.items()}
+    control = curves[CONTROL]
+    if len(found) == 1 or not control.reads(trained):
+        why = "No scheme was trained to its end, so none is recommended."
+        if len(found) > 1:
+            why = "The control diverged, so schemes have nothing to be compared with. Take lower rates: "
+            why += "training.learning_rate, training.scheme_learning_rate."
+        return Recommendation(CONTROL, None, CONTROL, why)
+    judged = {
+        name: judge(results, found[CONTROL], trained, name=name, other="the control")
+        for name, results in found.items()
+        if name != CONTROL
+    }
+    verdicts = {name: verdict for name, verdict in judged.items() if verdict is not None}
+    near = _best(curves, (name for name, each in verdicts.items() if each.grade == "better"), trained) or CONTROL
+    overall, far = None, _best(curves, curves, farthest) if farthest > trained else None
+    if far is not None:
+        far = far if _differ(curves[far], control, farthest) else CONTROL
+        cost = curves[far].relative_to(control).at(trained).mean
+        suits = far != CONTROL and not verdicts[far].loses and cost <= ACCEPTABLE
+        overall = far if near == far or (near == CONTROL and suits) else None
+    headline = _headline(verdicts, near, far, overall, trained, farthest)
+    reasons = list(_reasons(curves, verdicts, {trained: near} | ({} if far is None else {farthest: far})))
+    reasons += [f"{name} cannot read {farthest:,} tokens." for name in curves if not curves[name].reads(farthest)]
+    if is_short:
+        headline = f"Provisional, after a short training: {headline[0].lower()}{headline[1:]}"
+        reasons.insert(0, f"The budget is less than {SHORT:g} tokens per parameter; a longer one may change the order.")
+    cautions = (
+        f"Intervals cover the choice of {control.samples.shape[-1]} windows of text. Each scheme was trained once; "
+        "another seed would change its figures, too.",
+        "About one in twenty comparisons with the control differs by chance alone.",
+        "The best scheme after this budget need not be the best after a longer one.",
+    )
+    return Recommendation(near, far, overall, headline, tuple(reasons), cautions, verdicts)
+
+
+def _differ(one: Grid, other: Grid, context: int) -> bool:
+    """Whether two perplexities differ significantly at a length, or only the first model reads it."""
+    if not other.reads(context):
+        return True
+    ratio = one.relative_to(other).at(context)
+    return ratio.low > 1 or ratio.high < 1
+
+
+def _best(curves: Mapping[str, Grid], names: Iterable[str], context: int) -> str | None:
+    """Return the model of the lowest perplexity at a length; `None` if none reads it."""
+    able = [name for name in names if curves[name].reads(context)]
+    return min(able, key=lambda name: curves[name].at(context).mean, default=None)
+
+
+def _headline(
+    verdicts: Mapping[str, Verdict], near: str, far: str | None, overall: str | None, trained: int, farthest: int
+) -> str:
+    if overall == CONTROL:
+        return f"Keep the native encoding: nothing beats it up to {farthest:,} tokens."
+    if overall is not None:
+        if overall == near:
+            return f"Take {overall}: the best choice at {trained:,} tokens, and at {farthest:,}."
+        loss = f"a loss of at most {ACCEPTABLE - 1:.0%}" if verdicts[overall].grade == "worse" else "as good"
+        return f"Take {overall}: {loss} at the trained length of {trained:,} tokens, and the best at {farthest:,}."
+    choices = {CONTROL: "keep the native encoding"} | {
+        name: f"{name} is the best, and not ready for use" if verdict.is_bad else f"take {name}"
+        for name, verdict in verdicts.items()
+    }
+    text = f"Up to the trained length of {trained:,} tokens, {choices[near]}."
+    return text if far is None else f"{text} For texts of up to {farthest:,} tokens, {choices[far]}."
+
+
+def _reasons(curves: Mapping[str, Grid], verdicts: Mapping[str, Verdict], chosen: Mapping[int, str]) -> Iterable[str]:
+    """Yield what is said of the models that are chosen at each length, and of those that do not differ from them."""
+    yield from (str(verdicts[name]) for name in dict.fromkeys(chosen.values()) if name != CONTROL)
+    for context, name in chosen.items():
+        if name == CONTROL:
+            yield f"At {context:,} tokens no scheme is better than the control."
+        alike = [
+            other
+            for other, curve in curves.items()
+            if other != name and curve.reads(context) and not _differ(curve, curves[name], context)
+        ]
+        if alike:
+            called = "the control" if name == CONTROL else name
+            yield f"At {context:,} tokens these do not differ from {called} significantly: {', '.join(alike)}."
+
+
 # -- the report --------------------------------------------------------------------------------------------------------
 
 
@@ -377,7 +503,7 @@ def _starts(recipes: Mapping[str, Recipe], config: Any, runs: Path) -> Table:
     return Table(header, rows)
 
 
-def _write(folder: Path, found: Mapping[str, Findings], **known: Any) -> None:
+def _write(folder: Path, found: Mapping[str, Report], **known: Any) -> None:
     """Write report.html, report.md and pictures/, each file whole or not at all.
 
     The control comes first: the others are compared with it. `known` are further variables of the template.
@@ -385,8 +511,8 @@ def _write(folder: Path, found: Mapping[str, Findings], **known: Any) -> None:
     (folder / PICTURES).mkdir(exist_ok=True)
     names = (CONTROL, *(name for name in found if name not in (CONTROL, ORIGINAL)), ORIGINAL)
     sections = [
-        replace(section, models={name: found[name].report[section.name].models[found[name].name] for name in names})
-        for section in found[CONTROL].report.sections
+        replace(section, models={name: found[name][section.name].models[name] for name in names})
+        for section in found[CONTROL].sections
     ]
     for section in sections:
         save_figure(section.figure(), folder / PICTURES / section.picture)
