@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from hf_posenc import cli
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.runs import run
+from hf_posenc.recipes.runs.case import Case
 from hf_posenc.recipes.runs.forecast import seconds_for
-from hf_posenc.recipes.runs.stages.base import Case
 
 pytestmark = pytest.mark.usefixtures("plain_pictures")
 SMALL = (

@@ -23,11 +23,10 @@ from hf_posenc import CheckpointError, PosencError, RecipeError
 from hf_posenc.recipes import storage
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.loading import place
-from hf_posenc.recipes.runs import files, run
+from hf_posenc.recipes.runs import files, run, stages
+from hf_posenc.recipes.runs.case import Case
 from hf_posenc.recipes.runs.files import STOP
 from hf_posenc.recipes.runs.forecast import forecast
-from hf_posenc.recipes.runs.stages import trained
-from hf_posenc.recipes.runs.stages.base import Case
 from hf_posenc.recipes.schema.recipe import Recipe, Training
 from hf_posenc.recipes.training import trainer as adapt
 from hf_posenc.recipes.training.trainer import divide_batch, whole_batches
@@ -546,7 +545,7 @@ def test_the_teacher_of_an_extended_model_has_its_own_rotation(tmp_path: Path, m
         found.append(teacher.model.config.rope_parameters["rope_theta"])
         raise Stop
 
-    monkeypatch.setattr(trained, "adaptation_trainer", caught)
+    monkeypatch.setattr(stages, "adaptation_trainer", caught)
     changes = ["by=base", "distillation.share=1.0", "training.steps=1", "windows=2", "evaluation.contexts=[64]"]
     with pytest.raises(Stop):
         run.train(read_recipe("extend", changes), tmp_path / "out")

@@ -24,9 +24,9 @@ from hf_posenc.cli import app
 from hf_posenc.errors import OptionError, RecipeError
 from hf_posenc.recipes import memory, storage
 from hf_posenc.recipes.goals import read_recipe
-from hf_posenc.recipes.runs import hybrids, run
-from hf_posenc.recipes.runs.stages import trained, training
-from hf_posenc.recipes.runs.stages.base import Work
+from hf_posenc.recipes.runs import hybrids, run, stages
+from hf_posenc.recipes.runs.case import Work
+from hf_posenc.recipes.runs.stages import training
 from hf_posenc.recipes.schema.recipe import Recipe, Training
 from hf_posenc.recipes.training.layers import LayerCost, LayerCosts, layer_costs
 from hf_posenc.recipes.training.rates import magnitude, rates, with_rates
@@ -83,7 +83,7 @@ def test_a_run_goes_on_in_each_stage_bit_for_bit(
 def test_long_windows_are_mixed_with_short_ones_and_keep_a_teacher_that_has_not_faded(
     until: float, taught: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, found, longest = trained.go_on, [], list[set[int | None]]()
+    go_on, found, longest = stages.go_on, [], list[set[int | None]]()
 
     def watched(trainer: Any, checkpoint: Path | None) -> None:
         found.append(trainer._teacher is not None)
@@ -91,7 +91,7 @@ def test_long_windows_are_mixed_with_short_ones_and_keep_a_teacher_that_has_not_
         longest.append({None if places is None else 1 + int(places.max()) for places in read})
         go_on(trainer, checkpoint)
 
-    monkeypatch.setattr(trained, "go_on", watched)
+    monkeypatch.setattr(stages, "go_on", watched)
     changes = ("transfer={steps: 1}", "training.steps=1", f"distillation={{share: 1.0, until: {until}}}")
     run.train(recipe_of(LONG, *changes), tmp_path / "out")
     assert found == taught

@@ -100,9 +100,9 @@ def train(
     read = read_recipe(recipe, keys_of(overrides, option))
     if dry_run:
         from hf_posenc.recipes import durations
+        from hf_posenc.recipes.runs.case import Case
         from hf_posenc.recipes.runs.facts import header, line
         from hf_posenc.recipes.runs.forecast import forecast, seconds_for
-        from hf_posenc.recipes.runs.stages.base import Case
 
         case = Case.of(read, reads_all=False)
         facts, _ = forecast(case)

@@ -20,10 +20,9 @@ from hf_posenc.recipes.data.windows import Prepared
 from hf_posenc.recipes.memory import available, micro_batches, need
 from hf_posenc.recipes.processes import enough_threads, processes
 from hf_posenc.recipes.runs import hybrids, stages
+from hf_posenc.recipes.runs.case import Case, Work
 from hf_posenc.recipes.runs.facts import Facts
-from hf_posenc.recipes.runs.stages.base import Case, Work
-from hf_posenc.recipes.runs.stages.prepared import Adapt, Convert
-from hf_posenc.recipes.runs.stages.trained import Trained
+from hf_posenc.recipes.runs.stages import Adapt, Convert, Trained
 from hf_posenc.recipes.schema.recipe import Recipe, StageName
 from hf_posenc.recipes.training.trainer import CHECKPOINTING, AdaptationTrainer, divide_batch
 

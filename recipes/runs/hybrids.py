@@ -23,7 +23,7 @@ from hf_posenc.recipes.loading import auto_class, load
 from hf_posenc.recipes.processes import processes
 from hf_posenc.recipes.reports import counted, say
 from hf_posenc.recipes.runs import files
-from hf_posenc.recipes.runs.stages.base import Case
+from hf_posenc.recipes.runs.case import Case
 from hf_posenc.recipes.schema.recipe import Recipe
 from hf_posenc.recipes.training.layers import BATCH, STEPS, WINDOWS, LayerCosts, layer_costs, seconds_for, windows_for
 from hf_posenc.scheme import Scheme

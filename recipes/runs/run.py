@@ -33,12 +33,12 @@ from hf_posenc.recipes.loading import is_masked, load
 from hf_posenc.recipes.processes import enough_threads, processes
 from hf_posenc.recipes.reports import say
 from hf_posenc.recipes.runs import files, hybrids, report, stages
+from hf_posenc.recipes.runs.case import Case, Context, Work
 from hf_posenc.recipes.runs.facts import Facts, header
 from hf_posenc.recipes.runs.files import has_begun, record_of
 from hf_posenc.recipes.runs.forecast import forecast, seconds_of, sized
 from hf_posenc.recipes.runs.measurements import Measurements
-from hf_posenc.recipes.runs.stages.base import Case, Context, Work
-from hf_posenc.recipes.runs.stages.trained import Trained
+from hf_posenc.recipes.runs.stages import Trained
 from hf_posenc.recipes.schema import fields
 from hf_posenc.recipes.schema.recipe import Recipe
 from hf_posenc.recipes.storage import CHECKPOINTS, MODEL, RECIPE, RUN

@@ -1,4 +1,4 @@
-"""Base of the stages of a run, and the three records that they get."""
+"""The three records that the stages of a run get: its case, its context, and what they hand on."""
 
 from __future__ import annotations
 
@@ -152,25 +152,3 @@ class Work:
     trainer: AdaptationTrainer | None = None
     pace: Pace | None = None
     log: list[dict[str, Any]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A stage of a run.
-
-    `check` does to a model without weights what `run` will do to the model, and raises if `run` would: a dry run is the
-    check of each stage. `run` continues where a stopped run was, unless the stage is `finished`.
-    """
-
-    recipe: Recipe
-
-    def check(self, case: Case, work: Work) -> None:
-        """Raise `PosencError` for what cannot run; `work` has a model on the meta device."""
-        raise NotImplementedError
-
-    def finished(self, context: Context) -> bool:
-        """Whether a checkpoint of a later stage has all that it does."""
-        return False
-
-    def run(self, context: Context, work: Work) -> None:
-        raise NotImplementedError

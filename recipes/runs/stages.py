@@ -1,4 +1,4 @@
-"""Stages that train: what all have, the attention transfer, the training itself, and long windows after it."""
+"""The stages of a run, in their order: what each refuses, what it does, and what is done of it."""
 
 from __future__ import annotations
 
@@ -12,37 +12,147 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from accelerate.utils import broadcast_object_list, patch_environment
 from torch import nn
 from torch.utils.data import Subset
 from transformers import TrainerCallback, TrainerState, default_data_collator
 from transformers.trainer import TRAINER_STATE_NAME
 
+from hf_posenc.errors import RecipeError
 from hf_posenc.patches.atomic_files import published
+from hf_posenc.patches.patch import disabled, native_scheme, patch, set_strength
+from hf_posenc.patches.rotary import native_rope, set_rope
+from hf_posenc.patches.surgery import Sites, is_patched
 from hf_posenc.recipes import storage
 from hf_posenc.recipes.data.collation import Collator, MixedLengths, PositionSkipping, Repetition
 from hf_posenc.recipes.data.windows import start_token
 from hf_posenc.recipes.processes import processes, sharding
 from hf_posenc.recipes.reports import counted
 from hf_posenc.recipes.runs import files
+from hf_posenc.recipes.runs.case import Case, Context, Work
 from hf_posenc.recipes.runs.measurements import Measuring
 from hf_posenc.recipes.runs.progress import Progress
-from hf_posenc.recipes.runs.stages.base import Case, Context, Stage, Work
+from hf_posenc.recipes.schema import checks
 from hf_posenc.recipes.schema.recipe import Distillation, Recipe, StageName, Training
+from hf_posenc.recipes.training.adapter import attach, check_targets, quantization
+from hf_posenc.recipes.training.fit_bias import check_fit, fit
 from hf_posenc.recipes.training.rates import Name, with_rates
 from hf_posenc.recipes.training.starts import held_out
 from hf_posenc.recipes.training.trainer import (
     AdaptationTrainer,
     adaptation_trainer,
     check_loggers,
+    check_teacher,
     divide_batch,
+    teacher_of,
     whole_batches,
 )
 from hf_posenc.recipes.training.transfer import BEST, AttentionTransfer, BestLayers
 
-# Tokens that judge the transfer.
-_JUDGED = 2048
+# Windows of text that a fit reads, and tokens that judge the transfer.
+_WINDOWS, _JUDGED = 16, 2048
 _LOGS_VARIABLE = "TENSORBOARD_LOGGING_DIR"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a run.
+
+    `check` does to a model without weights what `run` will do to the model, and raises if `run` would: a dry run is the
+    check of each stage. `run` continues where a stopped run was, unless the stage is `finished`.
+    """
+
+    recipe: Recipe
+
+    def check(self, case: Case, work: Work) -> None:
+        """Raise `PosencError` for what cannot run; `work` has a model on the meta device."""
+        raise NotImplementedError
+
+    def finished(self, context: Context) -> bool:
+        """Whether a checkpoint of a later stage has all that it does."""
+        return False
+
+    def run(self, context: Context, work: Work) -> None:
+        raise NotImplementedError
+
+
+# -- stages that make the model ----------------------------------------------------------------------------------------
+
+
+class Convert(Stage):
+    """Conversion of the model, which is the same with and without weights."""
+
+    def check(self, case: Case, work: Work) -> None:
+        checks.check_unconverted(self.recipe, case.config)
+        self.run(None, work)
+        checks.check_tables(self.recipe, work.model, case.length)
+
+    def run(self, context: Context | None, work: Work) -> None:
+        conversion, model = self.recipe.conversion, work.model
+        if conversion.scheme is not None:
+            own = native_scheme(model) if conversion.window is not None else None
+            patch(model, conversion.scheme, **conversion.keywords)
+            if conversion.window is not None:
+                _narrow(model, own, conversion.window)
+            work.original = disabled
+        elif conversion.rope:
+            stock = set_rope(model, conversion.rope)
+            work.original = lambda model: native_rope(model, stock)
+
+
+def _narrow(model: Any, scheme: str | None, window: int) -> None:
+    """Hide tokens far behind from the layers that keep the model's own encoding, which the scheme computes."""
+    if scheme is None:
+        raise RecipeError("conversion.window needs a model whose own encoding a scheme computes. Leave it out.")
+    for name, stack in Sites.of(model).stacks.items():
+        others = [layer for layer, attention in enumerate(stack.attentions) if not is_patched(attention)]
+        if len(others) < len(stack.attentions):
+            patch(model, scheme, layers=others, stacks=name, window=window)
+
+
+class Fit(Stage):
+    """Fit of an additive scheme before anything is trained."""
+
+    def check(self, case: Case, work: Work) -> None:
+        check_fit(work.model)
+
+    def finished(self, context: Context) -> bool:
+        return context.checkpoint is not None
+
+    def run(self, context: Context, work: Work) -> None:
+        model, text = work.model, context.case.text(self.recipe.training)
+        # A handover ends without the native encoding, so the fit is judged without it.
+        fades = self.recipe.conversion.native == "handover"
+        if fades:
+            set_strength(model, native=0)
+        ids = torch.stack([window["input_ids"] for window in itertools.islice(iter(text.train), _WINDOWS)])
+        result = fit(model, ids=ids.to(model.device), corrupt=text.corrupt)
+        if fades:
+            set_strength(model)
+        context.judged(work, files.FIT, {"accepted": result.accepted, "sentence": result.sentence})
+
+
+class Adapt(Stage):
+    """Adapter of the recipe, and the teacher that the model is before it is trained."""
+
+    def check(self, case: Case, work: Work) -> None:
+        check_teacher(self.recipe, case.config)
+        check_targets(work.model, self.recipe.adapter)
+        quantization(self.recipe.adapter)
+        work.model = attach(work.model, self.recipe.adapter)
+
+    def run(self, context: Context | None, work: Work) -> None:
+        """Attach the adapter, and make the teacher unless the recipe names one."""
+        work.model = attach(work.model, self.recipe.adapter)
+        if self.recipe.distillation.teacher is None:
+            # A copy of a converted model is unpatched; other rope parameters are taken back for a moment.
+            is_rope = self.recipe.conversion.scheme is None
+            with work.original(work.model) if is_rope else contextlib.nullcontext():
+                work.teacher = teacher_of(work.model, self.recipe)
+
+
+# -- stages that train it ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -139,9 +249,8 @@ class Trained(Stage):
         case, folder = context.case, self.folder(context)
         settled = self.settled(work)
         distillation = settled.distillation
-        context.say(
-            f"{self.words} at {self.in_words(settled.training, has_new=bool(work.facts and work.facts.new_parameters))}"
-        )
+        has_new = bool(work.facts and work.facts.new_parameters)
+        context.say(f"{self.words} at {self.in_words(settled.training, has_new=has_new)}")
         checkpoints = files.WholeCheckpoints(folder, keep=self.recipe.saving.keep)
         is_part = module is not work.model
         text = "" if is_part else "text_loss" if distillation.distils and work.teacher is not None else "loss"
@@ -333,3 +442,18 @@ def go_on(trainer: AdaptationTrainer, checkpoint: Path | None) -> None:
     trainer.state = state
     trainer.callback_handler.on_train_begin(trainer.args, state, trainer.control)
     trainer.callback_handler.on_train_end(trainer.args, state, trainer.control)
+
+
+def training(recipe: Recipe) -> list[Trained]:
+    """Return the stages that train the model."""
+    kinds: dict[str, type[Trained]] = {kind.section: kind for kind in (Transfer, Train, Lengthen)}
+    found: list[Trained] = []
+    for section in recipe.stages():
+        found.append(kinds[section](recipe, begins=sum(stage.settings.steps for stage in found)))
+    return found
+
+
+def stages(recipe: Recipe) -> list[Stage]:
+    """Return all stages: those that make the model, and those that train it."""
+    fits = [Fit(recipe)] * (recipe.conversion.fit == "native")
+    return [Convert(recipe), *fits, Adapt(recipe), *training(recipe)]
