@@ -14,8 +14,7 @@ from hf_posenc.operands import Block, Positions
 from hf_posenc.recipes.data.text import builtin_text
 from hf_posenc.recipes.evaluation import context_curve
 from hf_posenc.recipes.loading import load_tiny_llama
-from hf_posenc.recipes.schema.checks import additive
-from hf_posenc.recipes.training.fit_bias import fit
+from hf_posenc.recipes.training.fit_bias import additive, fit
 
 
 def patched(architecture: str, scheme: str, **options: Any) -> Any:

@@ -154,7 +154,7 @@ def test_what_masked_language_models_cannot_do_is_refused(
         load_data(Data(), AutoTokenizer.from_pretrained(DIRECTORIES["llama"]), length=16, config=config)
     with pytest.raises(RecipeError, match="cannot tell apart"):
         load_data(Data(packing="documents"), tokenizer, length=16, config=config)
-    with pytest.raises(RecipeError, match=r"training\.skip_to skips"):
+    with pytest.raises(RecipeError, match=r"training\.skip_to is 128: it is for texts that go on"):
         run.train(recipe(folders, "bert", "training.skip_to=128", "conversion.fit=null"), tmp_path / "run")
     for measure in ("mqar", "induction", "generation"):
         request = Request((str(folders["bert"]),), (measure,), str(text_file(40_000)), contexts=(64,), samples=2)

@@ -169,11 +169,7 @@ WRONG: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "unknown scheme": ("", ["conversion.scheme=fyre"], ["conversion.scheme", "'fyre'", "Did you mean 'fire'?"]),
     "unknown option": ("", ["conversion.options.widht=3"], ["no option 'widht'", "Did you mean 'width'?"]),
     "type of an option": ("", ["conversion.options.width=wide"], ["width='wide'", "expected int"]),
-    "fit of a scheme without bias": ("", ["scheme=cope", "fit=native"], ["cope adds no bias"]),
     "fit where attention is what it was": ("", ["fit=transfer", "native=handover"], ["native is 'handover'"]),
-    "fit of what is no attention": ("", ["scheme=learned", "fit=transfer"], ["learned is added to the inputs"]),
-    "fit without weights": ("", ["scheme=alibi", "fit=native"], ["alibi has no weights"]),
-    "adapter without weights": ("", ["conversion.scheme=nope", "adapter.kind=scheme"], ["nothing would be trained"]),
     # Keys that do nothing.
     "handover without handover": ("", ["conversion.handover=0.5"], ["without conversion.native: handover"]),
     "share of the built-in text": ("", ["held_out_share=0.2"], ["held_out_share is 0.2", "another data.source"]),

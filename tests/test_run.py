@@ -457,7 +457,7 @@ def test_only_complete_checkpoints_count_and_leftovers_alone_are_removed(tmp_pat
 
 LENGTHS: dict[str, tuple[str, list[str], str]] = {
     "nothing to skip": ("llama-nope", ["skip_to=128"], "expected more than training.length = 128.*=1024"),
-    "skipping in T5": ("t5-kerple", ["length=64", "skip_to=99"], "skips positions in texts"),
+    "skipping in T5": ("t5-kerple", ["length=64", "skip_to=99"], "skip_to is 99: it is for texts that go on"),
     "table, handover": (
         *("gpt2-fire", ["length=64", "skip_to=512"]),
         "skip_to is 512, and the model's own table, which conversion.native=handover.* Give conversion.native=remove",
@@ -476,7 +476,7 @@ LENGTHS: dict[str, tuple[str, list[str], str]] = {
     ),
     "repeating in T5": (
         *("t5-kerple", ["length=64", "transfer={steps: 1, repeat: 0.5}"]),
-        r"transfer\.repeat is 0\.5: it shows texts that go on how to copy, and t5 models",
+        r"transfer\.repeat is 0\.5: it is for texts that go on, and t5 models",
     ),
     "long windows, table": (
         *("gpt2", ["length=64", "lengthen={steps: 1, length: 512}"]),
@@ -484,11 +484,11 @@ LENGTHS: dict[str, tuple[str, list[str], str]] = {
     ),
     "long windows, skipping in T5": (
         *("t5", ["length=64", "lengthen={steps: 1, skip_to: 256}"]),
-        r"lengthen\.skip_to skips positions in texts that go on; t5 models",
+        r"lengthen\.skip_to is 256: it is for texts that go on, and t5 models",
     ),
     "long windows, short ones in T5": (
         *("t5", ["length=64", "lengthen={steps: 1, length: 128, short: 0.3}"]),
-        r"lengthen\.short is 0\.3: it reads a window as several texts, which t5 models cannot",
+        r"lengthen\.short is 0\.3: it is for texts that go on, and t5 models",
     ),
     "long windows, text": (
         *("llama", ["length=64", "lengthen={steps: 1, length: 300_000}"]),
@@ -519,8 +519,12 @@ def test_a_run_refuses_lengths_before_it_measures_as_a_dry_run_does(case: str, t
         (["scheme=kerple", f"model={DIRECTORIES['gpt2']}", "native=remove", "fit=native"], "added to the inputs"),
         (["scheme=kerple", f"model={DIRECTORIES['gpt2']}", "native=remove", "transfer.steps=1"], "its own encoding"),
         (["scheme=kerple", "training.batch_size=100000"], "batch_size is 100000"),
+        (["scheme=cope", "native=remove", "fit=native"], "cope adds no bias"),
+        (["scheme=alibi", "scheme.learned_slopes=false", "native=remove", "fit=native"], "alibi has no parameters"),
+        (["scheme=learned", "native=remove", "fit=transfer"], "acts on the inputs"),
+        (["scheme=nope", "native=keep", "adapter=scheme"], "nope' has no parameters"),
     ],
-    ids=["fit", "transfer", "batch"],
+    ids=["fit", "transfer", "batch", "bias", "weights", "inputs", "adapter"],
 )
 def test_each_stage_refuses_before_a_model_is_loaded(
     changes: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

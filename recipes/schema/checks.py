@@ -6,20 +6,17 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers import AutoModelForCausalLM
 
 from hf_posenc import registry
 from hf_posenc.errors import PosencError, RecipeError, shown
-from hf_posenc.operands import Geometry
 from hf_posenc.patches import record
 from hf_posenc.patches.inspection import table_end
 from hf_posenc.recipes.loading import TINY_LLAMA, auto_class, trained_length
 from hf_posenc.scheme import Scheme
-from hf_posenc.schemes.families.additive import AdditiveBias
 
 if TYPE_CHECKING:
-    from hf_posenc.recipes.schema.recipe import Conversion, Recipe, Training
+    from hf_posenc.recipes.schema.recipe import Recipe, Training
 
 
 def check(recipe: Recipe, where: str) -> None:
@@ -159,52 +156,12 @@ def check_scheme_name(recipe: Recipe, where: str) -> None:
 
 
 def _of_scheme(recipe: Recipe) -> Iterator[str]:
-    conversion, name = recipe.conversion, recipe.conversion.scheme
-    if name is None:
-        return
-    try:
-        registry.check_options(registry.get(name), conversion.options)
-    except PosencError as error:
-        yield f"conversion.options: {error} Set conversion.options={{}} for its defaults."
-        return
-    scheme = _example(name, conversion)
-    if conversion.fit == "native" and name.partition("+")[0] not in additive():
-        yield (
-            f"conversion.fit is 'native', but {name} adds no bias of the distance. Set it to transfer, leave it out, "
-            f"or choose one of {', '.join(additive())}."
-        )
-    if scheme is None:
-        return
-    if conversion.fit == "transfer" and scheme.overrides("embed"):
-        yield (
-            f"conversion.fit is 'transfer', but {name} is added to the inputs of the model, not in attention. "
-            "Leave fit out."
-        )
-    if not any(parameter.requires_grad for parameter in scheme.parameters()):
-        without = f"{name} has no weights with these options"
-        if conversion.fit is not None:
-            yield f"conversion.fit is {conversion.fit!r}, but {without}. Set conversion.fit to null, or other options."
-        if recipe.adapter.kind == "scheme":
-            yield (
-                f"adapter.kind is 'scheme', but {without}: nothing would be trained. Set adapter.kind to none or lora."
-            )
-
-
-def additive() -> list[str]:
-    """Return the names of the additive schemes, add-ons left out."""
-    known = registry.schemes().items()
-    return [name for name, info in known if issubclass(info.cls, AdditiveBias) and info.family != "add-on"]
-
-
-def _example(name: str, conversion: Conversion) -> Scheme | None:
-    """Return the scheme built for an example attention; `None` if it does not support that attention."""
-    geometry = Geometry(heads=8, kv_heads=8, head_dim=64, hidden_size=512, max_positions=512)
-    # Reading a recipe must neither change the caller's random state nor allocate the weights.
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+    conversion = recipe.conversion
+    if conversion.scheme is not None:
         try:
-            return registry.build(name, geometry, **conversion.options)
-        except PosencError:
-            return None
+            registry.check_options(registry.get(conversion.scheme), conversion.options)
+        except PosencError as error:
+            yield f"conversion.options: {error} Set conversion.options={{}} for its defaults."
 
 
 # -- model -------------------------------------------------------------------------------------------------------------
@@ -222,27 +179,22 @@ def lengths(recipe: Recipe, config: Any) -> tuple[int, int]:
     for name, stage in recipe.stages().items():
         for problem in _skips_nothing(name, stage, stage.length or length):
             raise RecipeError(problem)
-        if stage.skip_to is not None and auto_class(config) is not AutoModelForCausalLM:
-            raise RecipeError(
-                f"{name}.skip_to skips positions in texts that go on; {config.model_type} models restore corrupted "
-                f"windows. Leave it out, or give {name}.skip_to=null."
-            )
     skipped = recipe.transfer.skip_to
     if skipped is not None and own is not None and skipped > own:
         raise RecipeError(
             f"transfer.skip_to is {skipped}; expected at most {own}, the trained length of {recipe.model}: the "
             "original reads the same positions, and knows none beyond."
         )
-    if auto_class(config) is not AutoModelForCausalLM and recipe.transfer.repeat:
-        raise RecipeError(
-            f"transfer.repeat is {recipe.transfer.repeat}: it shows texts that go on how to copy, and "
-            f"{config.model_type} models restore corrupted windows. Leave it out."
-        )
-    if auto_class(config) is not AutoModelForCausalLM and recipe.lengthen.short not in (0, type(recipe.lengthen).short):
-        raise RecipeError(
-            f"lengthen.short is {recipe.lengthen.short}: it reads a window as several texts, which {config.model_type} "
-            "models cannot tell apart. Leave it out."
-        )
+    if auto_class(config) is not AutoModelForCausalLM:
+        asked: dict[str, Any] = {f"{name}.skip_to": stage.skip_to for name, stage in recipe.stages().items()}
+        asked["transfer.repeat"] = recipe.transfer.repeat
+        asked["lengthen.short"] = short if (short := recipe.lengthen.short) != type(recipe.lengthen).short else 0
+        for key, value in asked.items():
+            if value:
+                raise RecipeError(
+                    f"{key} is {value}: it is for texts that go on, and {config.model_type} models restore corrupted "
+                    f"windows. Leave it out{f', or give {key}=null' * key.endswith('skip_to')}."
+                )
     return length, own or length
 
 

@@ -20,7 +20,6 @@ from hf_posenc.patches.architecture import of_model
 from hf_posenc.patches.inspection import hooked
 from hf_posenc.patches.patch import disabled, evaluating
 from hf_posenc.recipes.loading import is_masked
-from hf_posenc.recipes.schema.checks import additive
 from hf_posenc.recipes.training.starts import check_counts, check_windows, held_out, kept, mean_loss, verdict
 from hf_posenc.schemes.families.additive import AdditiveBias, Buckets
 
@@ -169,6 +168,12 @@ def check_fit(model: PreTrainedModel) -> dict[AdditiveBias, list[tuple[Geometry,
             )
         found.setdefault(scheme, []).append((geometry, attention))
     return found
+
+
+def additive() -> list[str]:
+    """Return the names of the additive schemes, add-ons left out."""
+    known = registry.schemes().items()
+    return [name for name, info in known if issubclass(info.cls, AdditiveBias) and info.family != "add-on"]
 
 
 def _errors(model: PreTrainedModel, ids: Tensor | None, block: Block) -> dict[AdditiveBias, list[Error]]:
