@@ -295,7 +295,7 @@ BAD = {
     "option of patch": ("plan {llama} fire -o native=keep", ["'native' is no option", "give --native keep"]),
     "key of patch": ("convert {llama} fire {empty}/out layers=0", ["'layers' is no option", "give --layers 0"]),
     "key of a recipe": ("plan {llama} fire training.steps=3", ["'training.steps=3'", "hf-posenc train"]),
-    "option without value": ("plan {llama} fire -o width", ["NAME=VALUE"]),
+    "option without value": ("plan {llama} fire -o width", ["scheme.width", "KEY=VALUE"]),
     "option without its section": ("train swap scheme=fire width=3 --dry-run", ["given as scheme.width=VALUE"]),
     "missing directory": ("plan {empty}/nowhere fire", ["There is no directory", "nowhere"]),
     "no config": ("plan {empty} fire", ["no config.json"]),

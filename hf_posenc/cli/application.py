@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic_core import to_json
@@ -24,7 +24,6 @@ from hf_posenc.patches import atomic_files
 if TYPE_CHECKING:
     from rich.console import Console
 
-Word = TypeVar("Word")
 Options = Annotated[
     list[str] | None,
     typer.Option("--option", "-o", metavar="NAME=VALUE", help="An option of the scheme, as scheme.NAME=VALUE."),
@@ -133,21 +132,19 @@ def scheme_options(scheme: str, overrides: list[str] | None, options: list[str] 
     from hf_posenc import registry
     from hf_posenc.patches.rotary import check_scheme
     from hf_posenc.recipes.schema import fields
+    from hf_posenc.recipes.schema.recipe import Recipe
 
-    found: dict[str, Any] = {}
-    for pair in keys_of(overrides, options):
-        key, equals, value = pair.partition("=")
-        name = key.removeprefix("scheme.")
-        if name in ("native", "layers", "stacks"):
-            raise OptionError(f"{shown(name)} is no option of the scheme: give --{name} {value}.")
-        if not equals or name == key:
+    given: dict[str, Any] = {"conversion": {"options": {}}}
+    for path, pair in fields.override(Recipe, given, keys_of(overrides, options)).items():
+        if path[-1] in ("native", "layers", "stacks"):
+            value = pair.partition("=")[2]
+            raise OptionError(f"{shown(path[-1])} is no option of the scheme: give --{path[-1]} {value}.")
+        if path[:-1] != ("conversion", "options"):
             raise OptionError(
                 f"{shown(pair)}: expected scheme.NAME=VALUE or -o NAME=VALUE, such as scheme.width=64. Other keys "
                 "belong to recipes: hf-posenc train."
             )
-        if name in found:
-            raise OptionError(f"{shown(pair)}: {name} is given twice.")
-        found[name] = fields.typed(fields.parse(value, shown(pair)))
+    found: dict[str, Any] = fields.typed(given["conversion"]["options"])
     check_scheme(scheme)
     registry.check_options(registry.get(scheme), found)
     return found
@@ -158,8 +155,10 @@ def is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def words(option: str, text: str, kind: Callable[[str], Word]) -> tuple[Word, ...]:
-    """Return the comma-separated words or numbers in the value of an option."""
+def words(option: str, text: str | None, kind: Callable[[str], Any] = str) -> tuple[Any, ...] | None:
+    """Return the comma-separated words or numbers in the value of an option; `None` if it is not given."""
+    if text is None:
+        return None
     try:
         found = tuple(kind(part.strip()) for part in text.split(",") if part.strip())
     except ValueError:

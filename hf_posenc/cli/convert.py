@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,13 +23,13 @@ from hf_posenc.cli.application import (
     say_wrote,
     scheme_options,
     show,
-    words,
 )
 from hf_posenc.cli.checkpoints import copy_companions, load_converted, load_model, say_how_to_load
 from hf_posenc.errors import OptionError
 from hf_posenc.patches.atomic_files import reading, whole_directory
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from transformers import PreTrainedModel
 
     from hf_posenc.recipes.training.features import FeaturesResult
@@ -49,33 +50,18 @@ SchemeName = Annotated[
 ]
 Converted = Annotated[Path, Argument(metavar="DIR", help="A converted checkpoint.")]
 NativeOption = Annotated[
-    str, Option(help="Fate of the model's own encoding: remove, keep, or a share of its rotary pairs (0.375 or fast).")
+    Any,
+    Option(
+        parser=lambda text: text if text in ("remove", "keep", "fast") else float(text),
+        metavar="FATE",
+        help="Fate of the model's own encoding: remove, keep, or a share of its rotary pairs (0.375 or fast).",
+    ),
 ]
 LayerChoice = Annotated[str | None, Option("--layers", help='"0,2,5", "0:8" or "every:4". Default: all layers.')]
 StackChoice = Annotated[str | None, Option("--stacks", help='"encoder" or "decoder". Default: both.')]
 Keys = Annotated[
     list[str] | None, Argument(metavar="scheme.NAME=VALUE", help="Options of the scheme, also given as -o NAME=VALUE.")
 ]
-
-
-def _selection(native: str, layers: str | None, stacks: str | None) -> dict[str, Any]:
-    """Return the keywords of `patch` besides options of the scheme."""
-    return {
-        "native": _native(native),
-        "layers": layers,
-        "stacks": None if stacks is None else list(words("--stacks", stacks, str)),
-    }
-
-
-def _native(native: str) -> Any:
-    if native in ("remove", "keep", "fast"):
-        return native
-    try:
-        return float(native)
-    except ValueError:
-        raise typer.BadParameter(
-            f"{native!r} is none of remove, keep, fast or a share such as 0.375.", param_hint="--native"
-        ) from None
 
 
 @app.command()
@@ -115,7 +101,7 @@ def plan(
     from hf_posenc.recipes.loading import load_config
 
     quiet()
-    selection = {**scheme_options(scheme, keys, option), **_selection(native, layers, stacks)}
+    selection = {**scheme_options(scheme, keys, option), "native": native, "layers": layers, "stacks": stacks}
     show(planning.plan(load_config(model), scheme, **selection), as_json=as_json)
 
 
@@ -134,8 +120,6 @@ def layers(
 ) -> None:
     """Measure what it costs to convert each layer alone, in perplexity and copying, and name the cheapest hybrid."""
     import torch
-    from rich.console import Console
-    from rich.progress import Progress
 
     from hf_posenc.patches.architecture import of_model
     from hf_posenc.recipes import durations
@@ -143,7 +127,7 @@ def layers(
     from hf_posenc.recipes.data.windows import start_token
     from hf_posenc.recipes.evaluation.text import read_text, token_ids
     from hf_posenc.recipes.loading import load, trained_length
-    from hf_posenc.recipes.processes import bfloat16_pays, processes
+    from hf_posenc.recipes.processes import processes
     from hf_posenc.recipes.runs import hybrids
     from hf_posenc.recipes.runs.request import text_for
     from hf_posenc.recipes.training.layers import layer_costs, windows_for
@@ -168,23 +152,18 @@ def layers(
     if spare is not None and spare >= count:
         raise OptionError(f"--spare is {spare}, and the model has {count} layers. Give a number from 0 to {count - 1}.")
     spared = count // 4 if spare is None else spare
-    console, is_wide = Console(stderr=True), bfloat16_pays(loaded.config.get_text_config().hidden_size)
-    with (
-        torch.autocast(processes().device.type, torch.bfloat16, enabled=is_wide),
-        Progress(console=console, disable=not console.is_terminal, transient=True) as bar,
-    ):
-        task = bar.add_task("steps and layers", total=steps + count)
+    with _working(loaded, "steps and layers") as (console, show_done):
         found = layer_costs(
             loaded,
             scheme,
             windows,
-            native=_native(native),
+            native=native,
             options=options,
             hides=hides,
             special=tokenizer.all_special_ids,
             spared=[spared],
             steps=steps,
-            progress=lambda done: bar.update(task, completed=done),
+            progress=lambda done: show_done(done, steps + count),
             tell=lambda seconds: console.print(
                 f"time: {durations.words(seconds)} for {steps} steps and {count} layers", highlight=False
             ),
@@ -203,7 +182,7 @@ def layers(
     rows = [
         (
             each.stack,
-            str(each.layer),
+            each.layer,
             "" if each.distance is None else f"{each.distance:.3f}",
             f"{100 * math.expm1(each.cost):+.1f}",
             *(f"{100 * each.abilities[name]:.0f}" for name in found.abilities),
@@ -240,7 +219,7 @@ def convert(
     from hf_posenc.recipes.loading import load_config, place
 
     quiet()
-    selection = {**scheme_options(scheme, keys, option), **_selection(native, layers, stacks)}
+    selection = {**scheme_options(scheme, keys, option), "native": native, "layers": layers, "stacks": stacks}
     with whole_directory(out) as folder:
         show(planning.plan(load_config(model), scheme, **selection), as_json=False)
         loaded = patching.patch(load_model(model, dtype), scheme, **selection)
@@ -289,7 +268,7 @@ def embed(
     with whole_directory(out) as folder, seeded(seed):
         with reading(f"The weights of {model}"):
             loaded = AutoModel.from_pretrained(model, dtype=torch.float32)
-        patching.patch(loaded, scheme, native=_native(native), **options).to(processes().device)
+        patching.patch(loaded, scheme, native=native, **options).to(processes().device)
         shared: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "seed": seed}
         found = _distilled(
             loaded, lambda tell: embeddings.distil_embeddings(loaded, ids, embedder, progress=tell, **shared), steps
@@ -345,7 +324,7 @@ def enlarge(
         original = load_model(model, "float32").to(processes().device)
         made = encoders.resized(original, pictures.side(larger))
         if scheme is not None:
-            patching.patch(made, scheme, native=_native(native), **options).to(processes().device)
+            patching.patch(made, scheme, native=native, **options).to(processes().device)
             if any(module.facts().end for module in made.modules() if isinstance(module, Scheme)):
                 raise OptionError(
                     f"{scheme} is a table for one size, and pictures of two sizes are learned. Leave --scheme out: the "
@@ -366,6 +345,24 @@ def enlarge(
         say_how_to_load(out, (scheme and auto_name(type(made.config), kind)) or kind, *imports)
 
 
+@contextlib.contextmanager
+def _working(model: PreTrainedModel, what: str) -> Iterator[tuple[Console, Callable[[int, int], None]]]:
+    """Compute in bfloat16 where that pays, and show a bar; yield its console, and a function of what is done of all."""
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from hf_posenc.recipes.processes import bfloat16_pays, processes
+
+    console, is_wide = Console(stderr=True), bfloat16_pays(model.config.get_text_config().hidden_size)
+    with (
+        torch.autocast(processes().device.type, torch.bfloat16, enabled=is_wide),
+        Progress(console=console, disable=not console.is_terminal, transient=True) as bar,
+    ):
+        task = bar.add_task(what, total=None)
+        yield console, lambda done, total: bar.update(task, completed=done, total=total)
+
+
 def _check_stock(config: Any, model: str) -> None:
     from hf_posenc.patches import record
 
@@ -377,18 +374,12 @@ def _distilled(
     model: PreTrainedModel, distil: Callable[[Callable[[int, int], None]], FeaturesResult], steps: int
 ) -> FeaturesResult:
     """Run the distillation of a model, a function of its progress; raise `OptionError` if it brought nothing."""
-    import torch
-    from rich.console import Console
-    from rich.progress import Progress
-
     from hf_posenc.recipes import durations
-    from hf_posenc.recipes.processes import bfloat16_pays, processes
 
-    console = Console(stderr=True)
     seen: list[tuple[float, int]] = []
 
     def tell(done: int, total: int) -> None:
-        bar.update(task, completed=done, total=total)
+        show_done(done, total)
         seen.append((time.monotonic(), done))
         # One step would not tell, since samples differ in size.
         if len(seen) == 1 + steps // 20 > 1:
@@ -396,12 +387,7 @@ def _distilled(
             left = (total - last) * (now - began) / (last - first)
             console.print(f"time: {durations.words(left)} for the steps, and measuring", highlight=False)
 
-    is_wide = bfloat16_pays(model.config.get_text_config().hidden_size)
-    with (
-        torch.autocast(processes().device.type, torch.bfloat16, enabled=is_wide),
-        Progress(console=console, disable=not console.is_terminal, transient=True) as bar,
-    ):
-        task = bar.add_task("steps", total=None)
+    with _working(model, "steps") as (console, show_done):
         found = distil(tell)
     if not found.accepted:
         raise OptionError(f"{found.sentence} Nothing is written. Give more data or --steps.")

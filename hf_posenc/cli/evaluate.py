@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -49,7 +48,7 @@ def evaluate(
 ) -> None:
     """Measure models on the same inputs, side by side, and write JSON, Markdown and pictures."""
     quiet()
-    named = _listed("--measures", measures)  # before anything slow is imported
+    named = words("--measures", measures)  # before anything slow is imported
 
     from rich.console import Console
 
@@ -61,7 +60,7 @@ def evaluate(
         measures=named,
         text=text,
         column=column,
-        contexts=_listed("--contexts", contexts, int),
+        contexts=words("--contexts", contexts, int),
         trained_length=trained_length,
         samples=samples,
         batch_size=batch_size,
@@ -114,10 +113,10 @@ def compare(
         found = run(
             model,
             out,
-            schemes=_listed("--schemes", schemes),
+            schemes=words("--schemes", schemes),
             budget=budget,
             overrides=overrides or [],
-            measures=_listed("--measures", measures),
+            measures=words("--measures", measures),
             samples=samples,
             console=console,
             command=context.obj,
@@ -152,7 +151,7 @@ def plot(
 ) -> None:
     """Draw what a model has learned: biases, tables, gates and attention."""
     quiet()
-    chosen_layers, chosen_heads = _listed("--layers", layers, int), _listed("--heads", heads, int)
+    chosen_layers, chosen_heads = words("--layers", layers, int), words("--heads", heads, int)
     from hf_posenc.recipes import plots
 
     with whole_directory(out) as folder:
@@ -170,11 +169,6 @@ def plot(
         for name, figure in drawn.items():
             figure.savefig(folder / f"{name}.{form}")
     say_wrote(out)
-
-
-def _listed(option: str, text: str | None, kind: Callable[[str], Any] = str) -> tuple[Any, ...] | None:
-    """Return the words of an option, separated by commas; `None` if it is not given."""
-    return None if text is None else words(option, text, kind)
 
 
 def _load(directory: str) -> tuple[Any, Any]:
