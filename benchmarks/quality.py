@@ -32,12 +32,12 @@ from real import unpacked
 
 import hf_posenc
 from hf_posenc.recipes import intervals, read_recipe
-from hf_posenc.recipes.data.windows import start_token
+from hf_posenc.recipes.data.sources import read_text
+from hf_posenc.recipes.data.windows import start_token, token_ids
 from hf_posenc.recipes.evaluation import context_curve
 from hf_posenc.recipes.evaluation.grid import RATIO
 from hf_posenc.recipes.evaluation.measure import Workers
-from hf_posenc.recipes.evaluation.recall import recalls_for
-from hf_posenc.recipes.evaluation.text import ordinary_tokens, read_text, token_ids
+from hf_posenc.recipes.evaluation.recall import ordinary_tokens, recalls_for
 from hf_posenc.recipes.loading import load, load_config
 from hf_posenc.recipes.processes import bfloat16_pays, processes
 

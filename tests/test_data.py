@@ -207,7 +207,7 @@ def test_a_name_is_no_pattern(name: str, whole: bool, tmp_path: Path) -> None:
     if glob.has_magic(PATTERNS[name] + name):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
         with pytest.raises(RecipeError, match=r"no file or folder .* Patterns are not expanded"):
-            sources.whole(str(path))
+            sources.read_text(str(path))
 
 
 @pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.json.gz", "a.txt", "a.jsonl", "a.json", "a.parquet"])
@@ -242,14 +242,14 @@ def test_a_little_file_that_unpacks_to_a_lot_is_refused(tmp_path: Path, monkeypa
         for each in (name, f"{name}.gz"):
             (tmp_path / each).write_bytes(gzip.compress(text.encode()))
             with pytest.raises(RecipeError, match=rf"{name}.* cannot be read .*its 0\.0 MB {said}; cut the text"):
-                sources.whole(str(tmp_path / each))
+                sources.read_text(str(tmp_path / each))
     for name, pack in (("a.jsonl", lzma.compress), ("a.txt.gz", bz2.compress)):
         (tmp_path / name).write_bytes(pack(b'{"text": "A text."}'))
         with pytest.raises(RecipeError, match="packed file of another kind than gzip; unpack it first"):
-            sources.whole(str(tmp_path / name))
+            sources.read_text(str(tmp_path / name))
     rows = [json.dumps({"text": os.urandom(900).hex()}) for _ in range(3_000)]  # Text that does not pack so well.
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
-    assert len(sources.whole(str(tmp_path / "b.jsonl.gz"))) == 3_000
+    assert len(sources.read_text(str(tmp_path / "b.jsonl.gz"))) == 3_000
 
 
 @pytest.mark.parametrize("link", ["same", "relative", "symbolic", "hard", "folder", "link to folder", "in a folder"])

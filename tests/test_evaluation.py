@@ -29,6 +29,8 @@ from typer.testing import CliRunner
 import hf_posenc
 from hf_posenc import CheckpointError, OptionError, PosencLoraConfig, PositionError, RecipeError, ShapeError, cli
 from hf_posenc.recipes import intervals
+from hf_posenc.recipes.data.sources import read_text
+from hf_posenc.recipes.data.windows import token_ids
 from hf_posenc.recipes.evaluation import (
     AssociativeRecall,
     ContextPerplexity,
@@ -39,7 +41,6 @@ from hf_posenc.recipes.evaluation import (
 from hf_posenc.recipes.evaluation.grid import PERPLEXITY, share, successes
 from hf_posenc.recipes.evaluation.perplexity import spread_windows
 from hf_posenc.recipes.evaluation.report import Report, Section, is_report
-from hf_posenc.recipes.evaluation.text import read_text, token_ids
 from hf_posenc.recipes.runs.request import Request, subjects
 from hf_posenc.recipes.schema.recipe import Conversion, Data, Recipe
 from hf_posenc.recipes.storage import load

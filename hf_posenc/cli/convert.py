@@ -124,8 +124,8 @@ def layers(
     from hf_posenc.patches.architecture import of_model
     from hf_posenc.recipes import durations
     from hf_posenc.recipes.data.collation import corruptor
-    from hf_posenc.recipes.data.windows import start_token
-    from hf_posenc.recipes.evaluation.text import read_text, token_ids
+    from hf_posenc.recipes.data.sources import read_text
+    from hf_posenc.recipes.data.windows import start_token, token_ids
     from hf_posenc.recipes.loading import load, trained_length
     from hf_posenc.recipes.processes import processes
     from hf_posenc.recipes.runs import hybrids
@@ -251,7 +251,8 @@ def embed(
     from transformers import AutoModel
 
     from hf_posenc.patches import patch as patching
-    from hf_posenc.recipes.evaluation.text import read_text, token_ids
+    from hf_posenc.recipes.data.sources import read_text
+    from hf_posenc.recipes.data.windows import token_ids
     from hf_posenc.recipes.loading import load_config, load_tokenizer, seeded
     from hf_posenc.recipes.processes import processes
     from hf_posenc.recipes.runs.request import text_for

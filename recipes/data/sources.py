@@ -78,11 +78,17 @@ def read(data: Data) -> tuple[Documents, Documents]:
     return _split(documents, data.held_out_share) if held_out is None else (documents, held_out)
 
 
-def whole(name: str, column: str = TEXT) -> Documents:
-    """Return all documents of a source; raise as `read` does."""
-    source = Source.of(name)
-    _check_column(column, source)
-    return source.documents(column)
+def read_text(source: str, column: str = TEXT) -> Documents:
+    """Return the documents of a local file or folder (.txt, .jsonl, .parquet), or of "builtin", which is held out.
+
+    Raise `RecipeError` if the file does not exist, holds no text, or has no such column.
+    """
+    if source == BUILTIN:
+        return read(Data(column=column))[1]
+    # Not `Source.of`, which would look up any other name on the hub.
+    found = Source(source, "files", *_files(expanded(source)))
+    _check_column(column, found)
+    return found.documents(column)
 
 
 def located(data: Data) -> Data:

@@ -180,6 +180,12 @@ def tokenised(documents: sources.Documents, *, tokenizer: Any, most: int | None 
         raise RecipeError("There is no text: all documents are empty, or hold NUL bytes only.")
 
 
+def token_ids(documents: sources.Documents, tokenizer: Any, most: int = HELD_OUT_TOKENS) -> Tensor:
+    """Return the concatenated documents, each with an end-of-sequence token, int64 `[tokens]`, `most` at most."""
+    parts = [torch.as_tensor(row["ids"]).long() for row in tokenised(documents, tokenizer=tokenizer, most=most)]
+    return torch.cat(parts)[:most]
+
+
 def _batches(documents: sources.Documents) -> Iterator[dict[str, Any]]:
     # A stream may turn out to be damaged, or out of reach, at any row.
     with reading("The text", kind=RecipeError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -128,6 +128,16 @@ class AssociativeRecall(InductionCopy):
         asked = pairs[torch.randperm(_PAIRS, generator=generator)].flatten()
         # The answer begins with the first value.
         return torch.cat([pairs.flatten(), drawn[_PAIRS:], asked[:1]]), asked[1:]
+
+
+def ordinary_tokens(ids: Tensor, special: Collection[int] = ()) -> Tensor:
+    """Return the different tokens of a text `[tokens]` but special ones, the most frequent first, int64 `[n]`.
+
+    A model knows these tokens; its vocabulary may also hold tokens that were never trained.
+    """
+    found, counts = torch.unique(ids, return_counts=True)
+    ranked: Tensor = found[counts.argsort(descending=True, stable=True)]
+    return ranked[~torch.isin(ranked, torch.tensor(sorted(special), dtype=ranked.dtype))]
 
 
 # What a run measures besides perplexity, by the name of the ability.

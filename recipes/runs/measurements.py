@@ -15,9 +15,8 @@ from hf_posenc.patches.atomic_files import reading
 from hf_posenc.recipes.data.windows import Prepared, start_token
 from hf_posenc.recipes.evaluation.grid import Grid
 from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, contexts_for, windows_for
-from hf_posenc.recipes.evaluation.recall import RECALLS, InductionCopy, recalls_for
+from hf_posenc.recipes.evaluation.recall import RECALLS, InductionCopy, ordinary_tokens, recalls_for
 from hf_posenc.recipes.evaluation.report import Report, Section
-from hf_posenc.recipes.evaluation.text import ordinary_tokens
 from hf_posenc.recipes.evaluation.verdict import ORIGINAL
 from hf_posenc.recipes.reports import say
 from hf_posenc.recipes.schema.recipe import Evaluation

@@ -21,13 +21,13 @@ from hf_posenc.patches.patch import patch
 from hf_posenc.recipes import loading
 from hf_posenc.recipes.data import sources
 from hf_posenc.recipes.data.collation import corruptor
-from hf_posenc.recipes.data.windows import encode, start_token
+from hf_posenc.recipes.data.sources import read_text
+from hf_posenc.recipes.data.windows import encode, start_token, token_ids
 from hf_posenc.recipes.evaluation.generation import Generation
 from hf_posenc.recipes.evaluation.measure import Corruption, Measure, evaluate
 from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, contexts_for
-from hf_posenc.recipes.evaluation.recall import AssociativeRecall, InductionCopy
+from hf_posenc.recipes.evaluation.recall import AssociativeRecall, InductionCopy, ordinary_tokens
 from hf_posenc.recipes.evaluation.report import Report
-from hf_posenc.recipes.evaluation.text import ordinary_tokens, read_text, token_ids
 from hf_posenc.recipes.evaluation.verdict import LEAST
 from hf_posenc.recipes.goals import read_recipe
 from hf_posenc.recipes.processes import processes

@@ -24,8 +24,7 @@ from hf_posenc.patches.surgery import SHARED, is_patched
 from hf_posenc.recipes import durations
 from hf_posenc.recipes.data.collation import Corruptor
 from hf_posenc.recipes.evaluation.measure import Workers
-from hf_posenc.recipes.evaluation.recall import InductionCopy, recalls_for
-from hf_posenc.recipes.evaluation.text import ordinary_tokens
+from hf_posenc.recipes.evaluation.recall import InductionCopy, ordinary_tokens, recalls_for
 from hf_posenc.recipes.loading import seeded, trained_length
 from hf_posenc.recipes.training.starts import check_counts, check_windows, held_out, kept, mean_loss
 from hf_posenc.recipes.training.transfer import places_of, transfer
