@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from annotated_types import Gt, Le
@@ -323,10 +323,6 @@ class Case:
         return acts and suits and (has_share or (is_free and not self.extends)) and not is_off
 
 
-def _scheme(case: Case) -> Any:
-    return case.way if case.extends_by_scheme else case.recipe.conversion.scheme
-
-
 def _rope(case: Case) -> Any:
     if not case.extends or case.way not in ROPES:
         return case.recipe.conversion.rope
@@ -376,10 +372,6 @@ def _native(case: Case) -> str | float:
         return case.untransferred
     # A bias that only falls with the distance cannot point at the previous token; fast rotary pairs can.
     return "fast" if case.info.family == _ADDITIVE else "remove"
-
-
-def _fit(case: Case) -> str | None:
-    return case.start.fit if case.fate == case.start.native and not case.transfers else None
 
 
 def _options(case: Case) -> dict[str, Any]:
@@ -444,7 +436,7 @@ def _contexts(case: Case) -> list[int] | None:
 
 # Each rule may read the values of those above it.
 RULES: dict[str, Callable[[Case], Any]] = {
-    "conversion.scheme": _scheme,
+    "conversion.scheme": lambda case: case.way if case.extends_by_scheme else case.recipe.conversion.scheme,
     "conversion.rope": _rope,
     "conversion.stacks": lambda case: ["decoder"] if case.decodes_only else None,
     "training.precision": lambda case: case.facts.precision,
@@ -457,7 +449,7 @@ RULES: dict[str, Callable[[Case], Any]] = {
     "transfer.batch_size": lambda case: case.facts.processes if case.transfers else case.recipe.transfer.batch_size,
     "training.steps": _steps,
     "conversion.native": _native,
-    "conversion.fit": _fit,
+    "conversion.fit": lambda case: case.start.fit if case.fate == case.start.native and not case.transfers else None,
     "conversion.options": _options,
     "distillation.share": lambda case: _teacher(case).share,
     "distillation.hidden": lambda case: _teacher(case).hidden,
@@ -482,8 +474,7 @@ def resolve(asked: Asked, facts: Facts) -> Recipe:
 # -- what was measured -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Recommendation:
+class Recommendation(NamedTuple):
     """A recipe for a model, in the words that `hf-posenc train` takes, and what was measured on which model.
 
     `quality` and `far` are those of goals.yaml; `None` is not measured.

@@ -40,15 +40,8 @@ def bfloat16_pays(width: int) -> bool:
     """Whether a model of some width trains faster in bfloat16: on a GPU, or on a CPU with instructions for it."""
     if torch.cuda.is_available():
         return bool(torch.cuda.is_bf16_supported())
-    return width >= _WIDE and _cpu_has_bfloat16()
-
-
-def _cpu_has_bfloat16() -> bool:
-    try:
-        flags = set(_CPUS.read_text(encoding="utf-8").split())
-    except OSError:  # not Linux
-        return False
-    return bool(flags & {"avx512_bf16", "amx_bf16"})
+    flags = _CPUS.read_text(encoding="utf-8").split() if _CPUS.is_file() else ()  # other systems than Linux have none
+    return width >= _WIDE and not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags)
 
 
 def sharding(model: nn.Module, *, in_part: bool) -> dict[str, str]:

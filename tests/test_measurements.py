@@ -47,17 +47,17 @@ def test_measurements_come_back_bit_equal(tmp_path: Path) -> None:
     before = path.read_bytes()
     for read in (Measurements.load(path), Measurements.load(path, writes=False)):
         for key, value in given.items():
-            found = read.at(key)
+            found = read.curve(key)
             assert found is not None
             assert (found.quantity, found.axes) == (value.quantity, value.axes)
             assert found.samples.numpy().tobytes() == value.samples.numpy().tobytes()
         assert [step for step, _ in read.course()] == [0, 20, 100]
         for name, key in (("original", ORIGINAL), ("before", 0), ("after", 100)):
-            assert read.curve(name) is read.at(key)
-        assert read.at(1) is None
+            assert read.curve(name) is read.curve(key)
+        assert read.curve(1) is None
     # Other processes read and do not write.
     read.record(7, {"perplexity": grid()})
-    assert read.at(7) is not None
+    assert read.curve(7) is not None
     assert path.read_bytes() == before
 
 

@@ -306,7 +306,7 @@ def test_the_control_is_found_beside_the_run(tmp_path: Path) -> None:
         written.record(ORIGINAL, two_models(len(name), 2.0).results(ORIGINAL))
     own = Measurements()
     found = control_of(tmp_path / "fire", recipe, own)
-    assert torch.equal(found.at(ORIGINAL).samples, two_models(len("z-control"), 2.0).at(ORIGINAL).samples)
+    assert torch.equal(found.curve(ORIGINAL).samples, two_models(len("z-control"), 2.0).curve(ORIGINAL).samples)
     assert control_of(tmp_path / "b-yarn", recipes["b-yarn"], own) is not None
     assert control_of(tmp_path / "z-control", control, own) is None
     assert control_of(tmp_path / "fire", recipe, two_models(2.0, 1.8)) is None  # not the same windows

@@ -442,7 +442,7 @@ def test_only_complete_checkpoints_count_and_leftovers_alone_are_removed(tmp_pat
         folder.mkdir()
         for name in ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
             (folder / name).write_bytes(b"x" * 5)
-        files._mark(folder)
+        storage.save(files._marks(folder), folder / files.MARKER)
     for other in ("checkpoint-12", "checkpoint-other", ".unfinished/checkpoint-3"):
         (tmp_path / other).mkdir(parents=True)
     assert [path.name for path in files.checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-9", "checkpoint-10"]

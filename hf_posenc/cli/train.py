@@ -53,7 +53,7 @@ def recipes(
     loading.language_class(model, config)
     found = goals.recommended(config)
     headers = ("recipe", "quality", "far", "measured on")
-    rows = [(each.words, each.quality, each.far, each.model) for each in found][: None if every else 5]
+    rows = found if every else found[:5]
     print_table(headers, rows, as_json=as_json)
     if as_json:
         return

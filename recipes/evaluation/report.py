@@ -24,8 +24,8 @@ from hf_posenc.recipes.storage import load, save
 DATA, TEXT = "report.json", "report.md"
 
 
-def _with_estimates(grid: Grid, plain: Any) -> dict[str, Any]:
-    return {**plain(grid), "estimates": grid.estimates()}
+# In files, a grid has its estimates, for readers of other programs.
+_Written = Annotated[Grid, WrapSerializer(lambda grid, plain: {**plain(grid), "estimates": grid.estimates()})]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class Section:
     name: str
     title: str
     note: str
-    models: Mapping[str, tuple[Annotated[Grid, WrapSerializer(_with_estimates)], ...]]
+    models: Mapping[str, tuple[_Written, ...]]
     mark: Mark | None = None
 
     @property

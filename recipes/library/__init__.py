@@ -16,9 +16,9 @@ FOLDER = Path(__file__).parent
 CONFIGS = FOLDER.parent / "configs"
 
 
-def names() -> list[str]:
-    """Return the names of the built-in recipes."""
-    return _names(FOLDER)
+def names(folder: Path = FOLDER) -> list[str]:
+    """Return the names of the built-in recipes, or of the configs."""
+    return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
 def content(source: str | Path) -> dict[str, Any]:
@@ -42,11 +42,6 @@ def is_file(source: str | Path) -> bool:
 
 def find_config(name: str) -> Path:
     """Return the file of a built-in config for `accelerate launch`; raise `RecipeError` if there is none."""
-    known = _names(CONFIGS)
-    if name not in known:
-        raise RecipeError(f"There is no config {name!r}. {suggest(name, known)}")
+    if name not in names(CONFIGS):
+        raise RecipeError(f"There is no config {name!r}. {suggest(name, names(CONFIGS))}")
     return CONFIGS / f"{name}.yaml"
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(path.stem for path in folder.glob("*.yaml"))

@@ -46,7 +46,8 @@ def all_kinds() -> dict[str, Kind]:
 
 
 def _is_of(*families: str) -> Callable[[Part], bool]:
-    return lambda part: registry.get(part.name).family in families and not part.on_grid
+    # A scheme that reads the places of patches in an image has no distances.
+    return lambda part: registry.get(part.name).family in families and min(part.geometry.axes, part.scheme.axes) < 2
 
 
 # -- by distance -------------------------------------------------------------------------------------------------------

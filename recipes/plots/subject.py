@@ -74,11 +74,6 @@ class Part:
     def length(self) -> int:
         return self.geometry.max_positions or _LENGTH
 
-    @property
-    def on_grid(self) -> bool:
-        """Whether the scheme reads the places of patches in an image."""
-        return self.geometry.axes > 1 and self.scheme.axes > 1
-
     def distinct(self, key: Callable[[Layer], object]) -> list[tuple[str, Layer]]:
         """Return a layer for each different key, with the names of all layers that have it."""
         users: dict[object, list[Layer]] = {}

@@ -122,15 +122,7 @@ class Facts:
         return "all weights" if adapter.kind == "none" else f"the scheme's weights alone{bits}"
 
     @classmethod
-    def of(
-        cls,
-        model: Any,
-        recipe: Recipe,
-        plan: Plan | None,
-        *,
-        trained_length: int,
-        **known: Any,
-    ) -> Facts:
+    def of(cls, model: Any, recipe: Recipe, plan: Plan | None, *, trained_length: int, **known: Any) -> Facts:
         """Collect the facts of a run from the converted model with its adapter, not yet sharded, and the plan of it."""
         inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
         architecture = of_config(inner.config)
@@ -144,7 +136,6 @@ class Facts:
         warnings = () if plan is None else plan.warnings
         if recipe.conversion.native == "handover":  # It starts exact, whatever the scheme alone would do.
             warnings = tuple(warning for warning in warnings if not warning.startswith(BREAK))
-        cautions = list(warnings)
         return cls(
             recipe=recipe,
             architecture=architecture.name,
@@ -157,7 +148,7 @@ class Facts:
             options={} if plan is None else plan.options,
             layers={} if plan is None else {name: len(layers) for name, layers in plan.layers.items()},
             start=_start(recipe.conversion, plan),
-            cautions=tuple(cautions),
+            cautions=tuple(warnings),
             processes=PartialState().num_processes,
             device=_device(PartialState().device),
             versions=versions(),
@@ -227,19 +218,17 @@ def rows(facts: Facts) -> Iterator[tuple[str, str]]:
     if training.skip_to is not None:
         yield "positions", f"up to {training.skip_to:,}, by skipping some (PoSE)"
     yield from (("stage", words) for words in facts.stages)
-    epochs = ""
-    if facts.data_tokens:
-        epochs = f", {facts.data_tokens:,} training tokens, {facts.epochs:,g} epochs"
+    epochs = f", {facts.data_tokens:,} training tokens, {facts.epochs:,g} epochs" if facts.data_tokens else ""
     yield "data", f"{recipe.data.read_from}{epochs}"
     if facts.teacher:
         yield "teacher", facts.teacher
     yield "compute", f"{facts.processes} x {facts.device}, {training.precision}"
     if facts.memory:
         yield "memory", facts.memory
-    cautions = list(facts.cautions)
+    yield from (("caution", caution) for caution in facts.cautions)
     if facts.epochs > 1:
-        cautions.append(
+        yield (
+            "caution",
             f"The text is read {facts.epochs:,g} times: it has {facts.data_tokens:,} tokens to train on. Give more "
-            "text (data), or train on fewer tokens (steps), if the model should not learn it by heart."
+            "text (data), or train on fewer tokens (steps), if the model should not learn it by heart.",
         )
-    yield from (("caution", caution) for caution in cautions)

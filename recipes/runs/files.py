@@ -173,7 +173,7 @@ class WholeCheckpoints(TrainerCallback):
         processes.wait_for_everyone()
         if state.is_world_process_zero:
             name = f"checkpoint-{state.global_step}"
-            _mark(self.unfinished / name)
+            storage.save(_marks(self.unfinished / name), self.unfinished / name / MARKER)
             # An incomplete checkpoint may have this name.
             self._remove(self.folder / name)
             publish(self.unfinished / name, self.folder / name)
@@ -231,10 +231,6 @@ class Stop(TrainerCallback):
 
 # Signals are for a process, too.
 STOP = Stop()
-
-
-def _mark(checkpoint: Path) -> None:
-    storage.save(_marks(checkpoint), checkpoint / MARKER)
 
 
 def _marks(checkpoint: Path) -> _Marks:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import default_data_collator
 
 from hf_posenc.patches import plan as planning
@@ -90,7 +90,10 @@ def seconds_of(
             left = stage.settings.steps - (done or {}).get(stage.section, 0)
             if left > 0:
                 found[stage.section] = left * _seconds_per_step(stage, case, work)
-        count = 2 + sum(1 + _between(stage) for stage in trained) - measured
+        every = case.recipe.evaluation.every
+        # The original, what each stage begins or ends with, and what is between; the transfer is not measured within.
+        inner = [(stage.settings.steps - 1) // every for stage in trained if every and stage.section != "transfer"]
+        count = 2 + len(trained) + sum(inner) - measured
         found["measuring"] = max(0, count) * sum(each.seconds(work.model) for each in case.measures[0].values())
     except torch.OutOfMemoryError:
         return {}  # The run may still fit, for instance with other lengths.
@@ -124,12 +127,6 @@ def seconds_for(recipe: Recipe, texts: Mapping[int, Prepared]) -> dict[str, floa
         return choosing | seconds_of(case, stages.training(recipe), work)
 
 
-def _between(stage: Trained) -> int:
-    """Return how often a stage is measured before it ends."""
-    every, steps = stage.recipe.evaluation.every, stage.settings.steps
-    return (steps - 1) // every if every and stage.section != "transfer" else 0
-
-
 def _seconds_per_step(stage: Trained, case: Case, work: Work) -> float:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -146,20 +143,20 @@ def _seconds_per_step(stage: Trained, case: Case, work: Work) -> float:
             getattr(work.model, f"{CHECKPOINTING}_checkpointing_enable")(**kwargs)
             stack.callback(getattr(work.model, f"{CHECKPOINTING}_checkpointing_disable"))
         module.train()
-        forward = durations.timed(lambda: _backward(trainer, module, batch), until=_SPENT)
+        inputs = {name: value.to(trainer.args.device) for name, value in batch.items()}
+
+        def backward() -> None:
+            with trainer.accelerator.autocast():
+                loss = trainer.compute_loss(module, inputs)
+            loss.backward()
+
+        forward = durations.timed(backward, until=_SPENT)
         for weight in weights:
             weight.grad = None
         return forwards * forward + _optimizing(trainer, weights)
 
 
-def _backward(trainer: AdaptationTrainer, module: nn.Module, batch: dict[str, Tensor]) -> None:
-    inputs = {name: value.to(trainer.args.device) for name, value in batch.items()}
-    with trainer.accelerator.autocast():
-        loss = trainer.compute_loss(module, inputs)
-    loss.backward()
-
-
-def _optimizing(trainer: AdaptationTrainer, weights: Sequence[Tensor]) -> float:
+def _optimizing(trainer: AdaptationTrainer, weights: Sequence[nn.Parameter]) -> float:
     """Return the seconds of a step of the optimizer with its clipping, from some weights of its own."""
     every = sum(weight.numel() for weight in weights)
     some = nn.Parameter(torch.zeros(min(every, _WEIGHTS), device=weights[0].device, dtype=weights[0].dtype))

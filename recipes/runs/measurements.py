@@ -91,32 +91,21 @@ class Measurements:
     def count(self) -> int:
         return len(self._grids)
 
-    def at(self, key: str | int) -> Grid | None:
-        """Return the perplexity of the `ORIGINAL` model or after some steps; `None` if not measured."""
-        return self._grids.get(key, {}).get(_PERPLEXITY)
-
     def course(self) -> list[tuple[int, Grid]]:
         """Return steps and perplexities of the converted model, by step."""
         steps = sorted(key for key in self._grids if isinstance(key, int))
         return [(step, self._grids[step][_PERPLEXITY]) for step in steps]
 
-    def curve(self, name: str) -> Grid | None:
-        """Return the perplexity "original", "before" (step 0) or "after" (last step); `None` if not measured."""
-        return self.at(self._key(name))
+    def curve(self, name: str | int) -> Grid | None:
+        """Return the perplexity in `results`; `None` if not measured."""
+        return self.results(name).get(_PERPLEXITY)
 
     def results(self, name: str | int) -> dict[str, Grid]:
-        """Return all that was measured of a curve, or after some steps, by the name of the measure."""
-        return self._grids.get(self._key(name) if isinstance(name, str) else name, {})
-
-    def _key(self, name: str) -> str | int:
-        if name == ORIGINAL:
-            return name
-        last = max((key for key in self._grids if isinstance(key, int)), default=0)
-        return 0 if name == "before" else last or -1
-
-
-def _line(label: str, *cells: str) -> str:
-    return f"{label:<16}" + "".join(f"{cell:>9}" for cell in cells)
+        """Return all that was measured of the "original", "before", "after" or after some steps, by measure."""
+        if name in ("before", "after"):
+            last = max((key for key in self._grids if isinstance(key, int)), default=0)
+            name = 0 if name == "before" else last or -1
+        return self._grids.get(name, {})
 
 
 class Measuring(TrainerCallback):
@@ -145,7 +134,7 @@ class Measuring(TrainerCallback):
 
     def take(self, key: str | int, model: Any) -> Grid:
         """Measure a model unless it was measured before; print and return its perplexity."""
-        if self._measurements.at(key) is None:
+        if self._measurements.curve(key) is None:
             if not self._has_heading:
                 say(self._console, "measuring on held-out text ...")  # It may take minutes, before the first step.
             devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
@@ -182,9 +171,8 @@ class Measuring(TrainerCallback):
         perplexity, recalls = results[_PERPLEXITY], {name: results[name] for name in RECALLS if name in results}
         cells = [f"{perplexity.at(context).mean:.4g}" for context in perplexity.points]
         cells += [f"{100 * each.at(each.points[0]).mean:.3g} %" for each in recalls.values()]
-        cells = ["-" if "nan" in cell else cell for cell in cells]
-        if not self._has_heading:
-            names = ["tokens read", *(f"{context:,}" for context in perplexity.points), *recalls]
-            say(self._console, _line(*names), "bold")
-        say(self._console, _line(key if isinstance(key, str) else f"step {key}", *cells))
+        names = ["tokens read", *(f"{context:,}" for context in perplexity.points), *recalls]
+        row = [key if isinstance(key, str) else f"step {key}", *("-" if "nan" in cell else cell for cell in cells)]
+        for line, style in ((names, "bold"), (row, None))[self._has_heading :]:
+            say(self._console, f"{line[0]:<16}" + "".join(f"{cell:>9}" for cell in line[1:]), style)
         self._has_heading = True

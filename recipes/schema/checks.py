@@ -16,7 +16,7 @@ from hf_posenc.recipes.loading import TINY_LLAMA, auto_class, trained_length
 from hf_posenc.scheme import Scheme
 
 if TYPE_CHECKING:
-    from hf_posenc.recipes.schema.recipe import Recipe, Training
+    from hf_posenc.recipes.schema.recipe import Recipe
 
 
 def check(recipe: Recipe, where: str) -> None:
@@ -122,26 +122,11 @@ def _contradictions(recipe: Recipe) -> Iterator[str]:
             "data.packing is 'documents', which do not see each other. Take windows, or leave repeat out."
         )
     for name, stage in recipe.stages().items():
-        if stage.micro_batch_size and stage.batch_size % stage.micro_batch_size:
-            yield (
-                f"{name}.micro_batch_size is {stage.micro_batch_size}; expected a divisor of {name}.batch_size = "
-                f"{stage.batch_size}."
-            )
-        if stage.length is not None:
-            yield from _skips_nothing(name, stage, stage.length)
         if stage.skip_to is not None and data.packing == "documents":
             yield (
                 f"{name}.skip_to gives each window the positions of one long text, but data.packing is 'documents'. "
                 "Set data.packing to windows, or leave skip_to out."
             )
-
-
-def _skips_nothing(name: str, stage: Training, length: int) -> Iterator[str]:
-    if stage.skip_to is not None and stage.skip_to <= length:
-        yield (
-            f"{name}.skip_to is {stage.skip_to}; expected more than {name}.length = {length}: there are no positions "
-            f"to skip. Give for instance {name}.skip_to={8 * length}."
-        )
 
 
 # -- scheme ------------------------------------------------------------------------------------------------------------
@@ -177,8 +162,11 @@ def lengths(recipe: Recipe, config: Any) -> tuple[int, int]:
             "Give a number of tokens, for instance training.length=512."
         )
     for name, stage in recipe.stages().items():
-        for problem in _skips_nothing(name, stage, stage.length or length):
-            raise RecipeError(problem)
+        if stage.skip_to is not None and stage.skip_to <= (read := stage.length or length):
+            raise RecipeError(
+                f"{name}.skip_to is {stage.skip_to}; expected more than {name}.length = {read}: there are no positions "
+                f"to skip. Give for instance {name}.skip_to={8 * read}."
+            )
     skipped = recipe.transfer.skip_to
     if skipped is not None and own is not None and skipped > own:
         raise RecipeError(

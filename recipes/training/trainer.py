@@ -227,8 +227,7 @@ class AdaptationTrainer(Distilling, Trainer):
         if self.optimizer is None:
             kind, arguments = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             self.optimizer = kind(self._groups(model or self.model), **arguments)
-        optimizer: torch.optim.Optimizer = self.optimizer
-        return optimizer
+        return self.optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Return the scheduler of the optimizer, after giving that the parameters of a sharded model.
