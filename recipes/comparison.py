@@ -369,7 +369,6 @@ def contestants(
 
 
 def _check_same(name: str, own: Recipe, common: Recipe) -> None:
-    """Raise a `RecipeError` unless a scheme is trained on the same tokens as the control."""
     own, common = (replace(each, data=replace(each.data, source=each.data.read_from)) for each in (own, common))
     for section, keys in (("data", vars(common.data)), ("training", ("batch_size", "seed", "precision"))):
         for key in keys:
@@ -484,7 +483,6 @@ def _reasons(curves: Mapping[str, Grid], verdicts: Mapping[str, Verdict], chosen
 
 
 def _starts(recipes: Mapping[str, Recipe], config: Any, runs: Path) -> Table:
-    """Return the table of how models started, and of what schemes add."""
     header = ["", "new parameters", "more cache (bytes per token)", "at the start (times)", "start"]
     rows = []
     for name, recipe in recipes.items():

@@ -140,7 +140,6 @@ class Facts:
 
     @classmethod
     def of(cls, config: Any) -> Facts:
-        """Read a config, and look at the machine."""
         width = config.get_text_config().hidden_size
         # On CPUs the gain is as large for a model that was saved in float32, and its loss is the same.
         is_half = config.dtype in (torch.bfloat16, torch.float16)
@@ -197,7 +196,6 @@ class Start:
 
     @classmethod
     def of(cls, info: SchemeInfo, facts: Facts, *, decodes_only: bool) -> Start:
-        """Return the start of a scheme, as its `adaptation` says."""
         advice, stacks = info.adaptation, ["decoder"] if decodes_only else None
         if info.cls.reproduces is not None and facts.starts_exact(info.name, stacks):
             return cls(exact=True)
@@ -269,7 +267,6 @@ class Case:
 
     @property
     def length(self) -> int:
-        """Tokens per window of the training."""
         return self.recipe.training.length or min(self.facts.own, WINDOW)
 
     @property
@@ -283,7 +280,6 @@ class Case:
 
     @property
     def transfer_window(self) -> int:
-        """Tokens per window of the attention transfer."""
         return self.recipe.transfer.length or self.length
 
     @property

@@ -99,7 +99,6 @@ def language_class(name: str, config: Any) -> Any:
 
 
 def is_masked(model: Any) -> bool:
-    """Whether a model is a masked language model, such as BERT."""
     return auto_class(model.config) is AutoModelForMaskedLM
 
 
@@ -154,7 +153,6 @@ def load_tokenizer(name: str) -> Any:
 
 
 def load_tiny_llama(**options: Any) -> tuple[Any, Any]:
-    """Return the built-in model and its tokenizer."""
     return load(TINY_LLAMA, **options)
 
 

@@ -132,7 +132,6 @@ def _activations(model: PreTrainedModel, *, halves: bool) -> tuple[int, bool]:
 
 
 def _stock(model: PreTrainedModel) -> Any:
-    """Return the model before its conversion, on the meta device."""
     weights: dict[int, Any] = {id(own): nn.Parameter(own.detach().to("meta"), False) for own in model.parameters()}
     twin = copy.deepcopy(model, weights)
     return unpatch(twin) if surgery.is_patched(twin) else twin

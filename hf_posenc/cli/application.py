@@ -171,7 +171,6 @@ def words(option: str, text: str | None, kind: Callable[[str], Any] = str) -> tu
 
 @contextlib.contextmanager
 def handled(handler: Callable[[int, FrameType | None], None], *signals: signal.Signals) -> Iterator[None]:
-    """Handle signals with a function for a while."""
     before = [signal.signal(number, handler) for number in signals]
     try:
         yield

@@ -39,7 +39,6 @@ Out = Annotated[Path, Argument(metavar="OUT", help="Folder to write; must not ex
 
 
 def _scheme_names(incomplete: str) -> list[str]:
-    """Return the schemes for the completion of a shell."""
     from hf_posenc import registry
 
     return [name for name in registry.schemes() if name.startswith(incomplete)]

@@ -216,7 +216,6 @@ def _suffix(path: Path) -> str:
 
 
 def _files(path: Path) -> tuple[str, tuple[str, ...]]:
-    """Return the builder for the files at a path, and the file names."""
     if not os.path.exists(path):  # False also for what no path can be
         pattern = " Patterns are not expanded: give a folder, whose files are all read." * glob.has_magic(str(path))
         raise RecipeError(f"There is no file or folder {path}.{pattern}")
@@ -275,7 +274,6 @@ def _check_packed(file: str, size: int, changed: int, *, has_rows: bool) -> None
 
 
 def _load(where: str, column: str, **arguments: object) -> Documents:
-    """Load a dataset and keep one column of it, as `TEXT`."""
     with _readable(where):
         documents = datasets.load_dataset(**arguments)
         first = next(iter(documents), None)
@@ -293,7 +291,6 @@ def _load(where: str, column: str, **arguments: object) -> Documents:
 
 
 def _split(documents: Dataset, share: float) -> tuple[Dataset, Dataset]:
-    """Split off the last documents, or the end of a single document."""
     count = len(documents)
     if count == 1:
         text = documents[0][TEXT] or ""

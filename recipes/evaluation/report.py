@@ -72,7 +72,6 @@ class Section:
 
 
 def panel(grids: dict[str, Grid], mark: Mark | None) -> Panel:
-    """Return the panel of one quantity over its axis."""
     first = next(iter(grids.values()))
     quantity, scale = first.quantity, first.quantity.scale
     return Panel(

@@ -120,7 +120,6 @@ def _kept(verb: str, own: Grid, rival: Grid, trained_length: int) -> tuple[str, 
 
 
 def _shorter(after: Grid, before: Grid, length: int) -> Iterator[str]:
-    """Yield the sentence on the shortest text, if only there the model is worse."""
     shortest = min(filter(before.reads, before.points))
     here, there = (after.relative_to(before).at(context) for context in (length, shortest))
     if here.low <= 1 < there.low:
@@ -128,7 +127,6 @@ def _shorter(after: Grid, before: Grid, length: int) -> Iterator[str]:
 
 
 def _longer(after: Grid, before: Grid, other: str, length: int) -> Iterator[str]:
-    """Yield the sentence on the longest text."""
     farthest = max(after.points)
     if farthest <= length:
         return

@@ -36,7 +36,6 @@ def content(source: str | Path) -> dict[str, Any]:
 
 
 def is_file(source: str | Path) -> bool:
-    """Whether a recipe is given as a file."""
     return Path(source).suffix in (".yaml", ".yml")
 
 

@@ -109,7 +109,6 @@ def _of_kind(kind: Kind, parts: Sequence[Part], *, narrow: bool) -> Iterator[tup
 def _chosen(
     parts: Sequence[Part], layers: Sequence[int] | None, heads: Sequence[int] | None, queries: tuple[int, ...]
 ) -> list[Part]:
-    """Return the parts of a model with the layers and heads that were asked for."""
     there = {layer.index for part in parts for layer in part.layers}
     count = min(part.geometry.heads for part in parts)
     for asked, known in ((layers, there), (heads, set(range(count)))):
@@ -133,7 +132,6 @@ def _chosen(
 def _inputs(
     model: Any, tokenizer: Any, prompt: str, inputs: Mapping[str, Tensor] | None
 ) -> dict[str, dict[str, Tensor]]:
-    """Return the arguments of a forward of each stack."""
     architecture = of_model(model)
     bodies = architecture.stacks(model)
     first, body = next(iter(bodies.items()))

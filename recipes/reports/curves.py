@@ -77,7 +77,6 @@ def lines_figure(title: str, panels: Sequence[Panel]) -> Figure:
 
 
 def _draw_lines(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
-    """Draw lines with 95 % intervals into a panel of a figure of some models."""
     points = list(dict.fromkeys(point for line in panel.lines.values() for point, _ in line))
     is_named = any(isinstance(point, str) for point in points)
     count = len(panel.lines)

@@ -75,7 +75,6 @@ def legend_beside(axes: Axes, title: str = "") -> None:
 
 
 def open_frame(axes: Axes) -> None:
-    """Take the upper and the right line of a panel away."""
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -156,7 +155,6 @@ def heat(
 
 
 def bar(canvas: Figure, image: AxesImage, panels: Any, label: str, size: float = 8, **options: Any) -> None:
-    """Explain colours next to some panels."""
     made = canvas.colorbar(image, ax=panels, pad=0.01, **options)
     made.set_label(label, fontsize=size)
     made.ax.tick_params(labelsize=7)

@@ -183,17 +183,14 @@ def _listed(values: Mapping[str, Any], form: str) -> str:
 
 
 def header(facts: Facts) -> list[str]:
-    """Return the lines that a run prints first."""
     return [line(*row) for row in rows(facts)]
 
 
 def line(name: str, value: str) -> str:
-    """Return a line of the header."""
     return f"{name:<10} {value}"
 
 
 def rows(facts: Facts) -> Iterator[tuple[str, str]]:
-    """Yield what a run does: names and words."""
     recipe, training = facts.recipe, facts.recipe.training
     trained_on = f", trained on {facts.trained_length:,} tokens" * facts.states_length
     yield "model", f"{recipe.model} ({facts.architecture}, {facts.parameters:,} parameters{trained_on})"

@@ -166,7 +166,6 @@ class Measuring(TrainerCallback):
         self.take(self._begins + state.global_step, model)
 
     def _print(self, key: str | int) -> None:
-        """Print a line: perplexity by length, and what is copied and recalled in %."""
         results = self._measurements.results(key)
         perplexity, recalls = results[_PERPLEXITY], {name: results[name] for name in RECALLS if name in results}
         cells = [f"{perplexity.at(context).mean:.4g}" for context in perplexity.points]

@@ -242,7 +242,6 @@ def text_for(*models: str, text: str | None = None) -> str:
 
 
 def check_measures(names: Iterable[str]) -> None:
-    """Raise an `OptionError` unless all measures are known."""
     for name in names:
         if name not in MEASURES:
             raise OptionError(f"There is no measure {name!r}. {suggest(name, MEASURES)}")

@@ -183,7 +183,6 @@ def _run(
 
 
 def _tell_damage(context: Context, folder: Path) -> None:
-    """Say which checkpoints in a folder are damaged."""
     whole = files.last(folder)
     for found in files.checkpoints(folder):
         if whole is None or files.step_of(found) > files.step_of(whole):
@@ -191,7 +190,6 @@ def _tell_damage(context: Context, folder: Path) -> None:
 
 
 def _time(context: Context, work: Work, trained: Sequence[Trained]) -> str:
-    """Estimate how long the rest of the run takes, in words."""
     done = {stage.section: stage.done(context) for stage in trained}
     with context.case.precise():
         found = seconds_of(context.case, trained, work, done=done, measured=context.measurements.count)
@@ -313,7 +311,6 @@ def _located(recipe: Recipe) -> Recipe:
 
 
 def _load(recipe: Recipe) -> Any:
-    """Return the model of a recipe on the device of this process."""
     packed = quantization(recipe.adapter, precision=recipe.training.precision)
     options = {} if packed is None else {"quantization_config": packed}
     model, _ = load(recipe.model, **trained_dtype(recipe.adapter), **options)

@@ -445,7 +445,6 @@ def go_on(trainer: AdaptationTrainer, checkpoint: Path | None) -> None:
 
 
 def training(recipe: Recipe) -> list[Trained]:
-    """Return the stages that train the model."""
     kinds: dict[str, type[Trained]] = {kind.section: kind for kind in (Transfer, Train, Lengthen)}
     found: list[Trained] = []
     for section in recipe.stages():

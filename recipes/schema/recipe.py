@@ -78,7 +78,6 @@ class Conversion(Section):
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Keywords of `patch`."""
         native = "keep" if self.native == "handover" else self.native
         return {"native": native, "layers": self.layers, "stacks": self.stacks, **self.options}
 
@@ -95,7 +94,6 @@ class Conversion(Section):
 
     @property
     def anneals(self) -> bool:
-        """Whether the scheme is brought in gradually."""
         return self.scheme is not None and self.options.get("anneal") is True
 
 
@@ -129,7 +127,6 @@ class Data(Section):
 
     @property
     def read_from(self) -> str:
-        """The source, or "builtin" for null."""
         return self.source or "builtin"
 
 

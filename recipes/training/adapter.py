@@ -80,7 +80,6 @@ def check_targets(model: Any, adapter: Adapter) -> None:
 
 
 def config(model: Any, adapter: Adapter) -> LoraConfig:
-    """Return the PEFT config of the adapter for a model."""
     # PEFT has no task for masked language models.
     task = None if is_masked(model) else "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     if adapter.kind == "scheme":

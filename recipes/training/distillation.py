@@ -103,7 +103,6 @@ class Teacher:
             return self({name: given for name, given in inputs.items() if name != "labels"}, **options)
 
     def predict(self, states: Tensor) -> Tensor:
-        """Return the logits of some last states."""
         assert self.readout is not None
         with self._alone():
             return cast(Tensor, self.readout.head(states))

@@ -80,7 +80,6 @@ class Readout:
             yield read
 
     def losing(self, loss: Callable[..., Tensor]) -> AbstractContextManager[None]:
-        """Replace the loss function of the model in a context."""
         return replaced(self.model, "_loss_function", loss)
 
 
