@@ -8,26 +8,16 @@ Each measure has its own file: `perplexity`, `recall`, `generation`.
 
 from __future__ import annotations
 
-from hf_posenc.recipes.evaluation.generation import Generation
-from hf_posenc.recipes.evaluation.grid import Grid, Quantity
-from hf_posenc.recipes.evaluation.measure import Measure, Workers, evaluate
-from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity, context_curve
-from hf_posenc.recipes.evaluation.recall import AssociativeRecall, InductionCopy
-from hf_posenc.recipes.evaluation.report import Report, Section
-from hf_posenc.recipes.intervals import Interval
-
-__all__ = [
-    "AssociativeRecall",
-    "ContextPerplexity",
-    "Generation",
-    "Grid",
-    "InductionCopy",
-    "Interval",
-    "Measure",
-    "Quantity",
-    "Report",
-    "Section",
-    "Workers",
-    "context_curve",
-    "evaluate",
-]
+from hf_posenc.recipes.evaluation.generation import Generation as Generation
+from hf_posenc.recipes.evaluation.grid import Grid as Grid
+from hf_posenc.recipes.evaluation.grid import Quantity as Quantity
+from hf_posenc.recipes.evaluation.measure import Measure as Measure
+from hf_posenc.recipes.evaluation.measure import Workers as Workers
+from hf_posenc.recipes.evaluation.measure import evaluate as evaluate
+from hf_posenc.recipes.evaluation.perplexity import ContextPerplexity as ContextPerplexity
+from hf_posenc.recipes.evaluation.perplexity import context_curve as context_curve
+from hf_posenc.recipes.evaluation.recall import AssociativeRecall as AssociativeRecall
+from hf_posenc.recipes.evaluation.recall import InductionCopy as InductionCopy
+from hf_posenc.recipes.evaluation.report import Report as Report
+from hf_posenc.recipes.evaluation.report import Section as Section
+from hf_posenc.recipes.intervals import Interval as Interval
