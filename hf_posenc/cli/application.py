@@ -11,18 +11,17 @@ import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from pydantic_core import to_json
+from rich.console import Console
+from rich.text import Text
 from typer.core import TyperGroup
 
 from hf_posenc import __version__, plugins
 from hf_posenc.errors import OptionError, PosencError, shown
 from hf_posenc.patches import atomic_files
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 Options = Annotated[
     list[str] | None,
@@ -78,9 +77,7 @@ def print_table(
         print_json([dict(zip(headers, row, strict=True)) for row in rows])
         return
     from rich import box
-    from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     console = Console()
     # Output for a file or another program is not wrapped to the terminal.

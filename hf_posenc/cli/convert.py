@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.console import Console
 from typer import Argument, Option
 
+import hf_posenc
 from hf_posenc.cli.application import (
     AsJson,
     Options,
@@ -29,7 +31,6 @@ from hf_posenc.errors import OptionError
 from hf_posenc.patches.atomic_files import reading, whole_directory
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from transformers import PreTrainedModel
 
     from hf_posenc.recipes.training.features import FeaturesResult
@@ -39,9 +40,7 @@ Out = Annotated[Path, Argument(metavar="OUT", help="Folder to write; must not ex
 
 
 def _scheme_names(incomplete: str) -> list[str]:
-    from hf_posenc import registry
-
-    return [name for name in registry.schemes() if name.startswith(incomplete)]
+    return [name for name in hf_posenc.schemes() if name.startswith(incomplete)]
 
 
 SchemeName = Annotated[
@@ -66,10 +65,8 @@ Keys = Annotated[
 @app.command()
 def schemes(as_json: AsJson = False) -> None:
     """List the positional schemes."""
-    from hf_posenc import registry
-
     rows = []
-    for info in registry.schemes().values():
+    for info in hf_posenc.schemes().values():
         directions = "both" if len(info.directions) == 2 else info.directions[0]
         rows.append((info.name, info.family, directions, info.start, info.paper, info.headline))
     headers = ("name", "family", "directions", "start", "paper", "what it is")
@@ -79,9 +76,7 @@ def schemes(as_json: AsJson = False) -> None:
 @app.command()
 def info(scheme: SchemeName) -> None:
     """Describe a scheme and its options."""
-    from hf_posenc.registry import describe
-
-    typer.echo(str(describe(scheme)))
+    typer.echo(str(hf_posenc.describe(scheme)))
 
 
 @app.command()
@@ -96,12 +91,11 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Print what a conversion would do. Only the model's config is read."""
-    from hf_posenc.patches import plan as planning
     from hf_posenc.recipes.loading import load_config
 
     quiet()
     selection = {**scheme_options(scheme, keys, option), "native": native, "layers": layers, "stacks": stacks}
-    show(planning.plan(load_config(model), scheme, **selection), as_json=as_json)
+    show(hf_posenc.plan(load_config(model), scheme, **selection), as_json=as_json)
 
 
 @app.command()
@@ -212,17 +206,15 @@ def convert(
     ] = "auto",
 ) -> None:
     """Convert a checkpoint and save it. The printed plan says whether it needs training afterwards."""
-    from hf_posenc.patches import patch as patching
-    from hf_posenc.patches import plan as planning
     from hf_posenc.patches.architecture import auto_name
     from hf_posenc.recipes.loading import load_config, place
 
     quiet()
     selection = {**scheme_options(scheme, keys, option), "native": native, "layers": layers, "stacks": stacks}
     with whole_directory(out) as folder:
-        show(planning.plan(load_config(model), scheme, **selection), as_json=False)
-        loaded = patching.patch(load_model(model, dtype), scheme, **selection)
-        verification = planning.verify(loaded)
+        show(hf_posenc.plan(load_config(model), scheme, **selection), as_json=False)
+        loaded = hf_posenc.patch(load_model(model, dtype), scheme, **selection)
+        verification = hf_posenc.verify(loaded)
         loaded.save_pretrained(folder)
         copy_companions(place(model), folder)
     typer.echo(f"\n{verification}\n")
@@ -249,7 +241,6 @@ def embed(
     import torch
     from transformers import AutoModel
 
-    from hf_posenc.patches import patch as patching
     from hf_posenc.recipes.data.sources import read_text
     from hf_posenc.recipes.data.windows import token_ids
     from hf_posenc.recipes.loading import load_config, load_tokenizer, seeded
@@ -268,7 +259,7 @@ def embed(
     with whole_directory(out) as folder, seeded(seed):
         with reading(f"The weights of {model}"):
             loaded = AutoModel.from_pretrained(model, dtype=torch.float32)
-        patching.patch(loaded, scheme, native=native, **options).to(processes().device)
+        hf_posenc.patch(loaded, scheme, native=native, **options).to(processes().device)
         shared: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "seed": seed}
         found = _distilled(
             loaded, lambda tell: embeddings.distil_embeddings(loaded, ids, embedder, progress=tell, **shared), steps
@@ -304,7 +295,6 @@ def enlarge(
 ) -> None:
     """Make an image encoder for larger images, and train it to agree with the original on the same pictures."""
     from hf_posenc.patches import images as encoders
-    from hf_posenc.patches import patch as patching
     from hf_posenc.patches.architecture import auto_name
     from hf_posenc.recipes.loading import load_config, place, seeded
     from hf_posenc.recipes.processes import processes
@@ -324,7 +314,7 @@ def enlarge(
         original = load_model(model, "float32").to(processes().device)
         made = encoders.resized(original, pictures.side(larger))
         if scheme is not None:
-            patching.patch(made, scheme, native=native, **options).to(processes().device)
+            hf_posenc.patch(made, scheme, native=native, **options).to(processes().device)
             if any(module.facts().end for module in made.modules() if isinstance(module, Scheme)):
                 raise OptionError(
                     f"{scheme} is a table for one size, and pictures of two sizes are learned. Leave --scheme out: the "
@@ -349,7 +339,6 @@ def enlarge(
 def _working(model: PreTrainedModel, what: str) -> Iterator[tuple[Console, Callable[[int, int], None]]]:
     """Compute in bfloat16 where that pays, and show a bar; yield its console, and a function of what is done of all."""
     import torch
-    from rich.console import Console
     from rich.progress import Progress
 
     from hf_posenc.recipes.processes import bfloat16_pays, processes
@@ -404,10 +393,8 @@ def _print_agreement(found: FeaturesResult, unit: str, *, as_json: bool) -> None
 @app.command()
 def verify(directory: Converted, as_json: AsJson = False) -> None:
     """Load a converted checkpoint and check that its scheme is active."""
-    from hf_posenc.patches import plan as planning
-
     quiet()
-    show(planning.verify(load_converted(directory, "Convert it first: hf-posenc convert.")), as_json=as_json)
+    show(hf_posenc.verify(load_converted(directory, "Convert it first: hf-posenc convert.")), as_json=as_json)
 
 
 @app.command()
@@ -417,11 +404,9 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Say which executor computes the attention of each layer of a converted checkpoint."""
-    from hf_posenc.patches import plan as planning
-
     quiet()
     model = load_converted(directory, "Convert it first: hf-posenc convert.")
-    show(planning.explain(model, length=length), as_json=as_json)
+    show(hf_posenc.explain(model, length=length), as_json=as_json)
 
 
 @app.command()
@@ -434,12 +419,10 @@ def export(
     ] = None,
 ) -> None:
     """Write a converted checkpoint as a stock one that needs no hf-posenc, if a stock model computes the same."""
-    from hf_posenc.patches.export.stock import export_stock
-
     quiet()
     with whole_directory(out) as folder:
         model = load_converted(directory, "It is a stock one already.")
-        report = export_stock(model, folder, max_positions=max_positions)
+        report = hf_posenc.export_stock(model, folder, max_positions=max_positions)
         copy_companions(str(directory), folder)
     typer.echo(f"{report}\n")
     say_how_to_load(out, report.model)
@@ -466,12 +449,9 @@ def demo(
 ) -> None:
     """Convert and adapt a tiny built-in model, in two to four minutes and without network."""
     quiet()
-    from rich.console import Console
-
-    from hf_posenc import registry
     from hf_posenc.recipes import demo as recipe
 
-    registry.get(scheme)
+    hf_posenc.describe(scheme)  # An unknown one is refused before the control is trained.
     with whole_directory(out, replaceable=recipe.is_demo) as folder:
         recipe.run(folder, Console(), scheme=scheme, steps=steps)
     say_wrote(out, f"{recipe.RUN}/report.html")

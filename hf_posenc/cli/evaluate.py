@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from rich.console import Console
 from typer import Argument, Option
 
 from hf_posenc.cli.application import AsJson, app, is_main, print_table, quiet, resumable, say_wrote, words
@@ -49,8 +50,6 @@ def evaluate(
     """Measure models on the same inputs, side by side, and write JSON, Markdown and pictures."""
     quiet()
     named = words("--measures", measures)  # before anything slow is imported
-
-    from rich.console import Console
 
     from hf_posenc.recipes.evaluation.report import DATA, is_report
     from hf_posenc.recipes.runs.request import Request
@@ -103,8 +102,6 @@ def compare(
 ) -> None:
     """Adapt a model to several schemes under one budget, compare the results, and recommend a scheme."""
     quiet()
-    from rich.console import Console
-
     from hf_posenc.recipes.comparison import REQUEST
     from hf_posenc.recipes.comparison import compare as run
 

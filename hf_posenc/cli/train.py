@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 from typer import Argument, Option
 
 from hf_posenc.cli.application import AsJson, Options, app, is_main, keys_of, print_table, quiet, resumable, say_wrote
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from hf_posenc.recipes.runs.run import Outcome
 
 recipes_app = typer.Typer()
@@ -140,8 +139,6 @@ def push(
 
 def _follow(folder: Path, do: Callable[[Console], Outcome]) -> None:
     """Train in a folder, and say how a stopped run goes on, or else what there is and what may come next."""
-    from rich.console import Console
-
     console = Console()
     with resumable(console, folder / "recipe.yaml", f"hf-posenc resume {shlex.quote(str(folder))}"):
         outcome = do(console)
