@@ -20,10 +20,10 @@ from hf_posenc.recipes.data.windows import Prepared
 from hf_posenc.recipes.memory import available, micro_batches, need
 from hf_posenc.recipes.processes import enough_threads, processes
 from hf_posenc.recipes.runs import hybrids, stages
-from hf_posenc.recipes.runs.case import Case, Work
+from hf_posenc.recipes.runs.case import Case, Context, Work
 from hf_posenc.recipes.runs.facts import Facts
 from hf_posenc.recipes.runs.stages import Adapt, Convert, Trained
-from hf_posenc.recipes.schema.recipe import Recipe, StageName
+from hf_posenc.recipes.schema.recipe import Recipe
 from hf_posenc.recipes.training.trainer import CHECKPOINTING, AdaptationTrainer, divide_batch
 
 # Numbers of weights of which an optimizer step is timed, and seconds to spend on a step.
@@ -68,33 +68,26 @@ def sized(recipe: Recipe, micro: Mapping[str, int | None]) -> Recipe:
     )
 
 
-def seconds_of(
-    case: Case,
-    trained: Sequence[Trained],
-    work: Work,
-    *,
-    done: Mapping[StageName, int] | None = None,
-    measured: int = 0,
-) -> dict[str, float]:
+def seconds_of(case: Case, trained: Sequence[Trained], work: Work, context: Context | None = None) -> dict[str, float]:
     """Estimate the seconds of each stage and of the measurements; empty where nothing is known before it begins.
 
     A forward and backward of each stage are timed, and a few rows of each measure. The model, which has its adapter and
-    is not sharded, is what it was afterwards, without gradients. A stopped run has `done` steps of each stage, and
-    `measured` so often.
+    is not sharded, is what it was afterwards, without gradients. With its context, a run has done a part of them.
     """
     if processes().num_processes > 1:
         return {}  # Nobody knows what they cost each other, and a whole step need not fit into one device.
     found: dict[str, float] = {}
     try:
         for stage in trained:
-            left = stage.settings.steps - (done or {}).get(stage.section, 0)
+            left = stage.settings.steps - (0 if context is None else stage.done(context))
             if left > 0:
                 found[stage.section] = left * _seconds_per_step(stage, case, work)
         every = case.recipe.evaluation.every
         # The original, what each stage begins or ends with, and what is between; the transfer is not measured within.
         inner = [(stage.settings.steps - 1) // every for stage in trained if every and stage.section != "transfer"]
-        count = 2 + len(trained) + sum(inner) - measured
-        found["measuring"] = max(0, count) * sum(each.seconds(work.model) for each in case.measures[0].values())
+        count = 2 + len(trained) + sum(inner) - (0 if context is None else context.measurements.count)
+        with case.precise():
+            found["measuring"] = max(0, count) * sum(each.seconds(work.model) for each in case.measures[0].values())
     except torch.OutOfMemoryError:
         return {}  # The run may still fit, for instance with other lengths.
     finally:

@@ -6,7 +6,7 @@ import hashlib
 import os
 import platform
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -34,7 +34,7 @@ from hf_posenc.recipes.processes import enough_threads, processes
 from hf_posenc.recipes.reports import say
 from hf_posenc.recipes.runs import files, hybrids, report, stages
 from hf_posenc.recipes.runs.case import Case, Context, Work
-from hf_posenc.recipes.runs.facts import Facts, header
+from hf_posenc.recipes.runs.facts import Facts, header, line
 from hf_posenc.recipes.runs.files import has_begun, record_of
 from hf_posenc.recipes.runs.forecast import forecast, seconds_of, sized
 from hf_posenc.recipes.runs.measurements import Measurements
@@ -153,12 +153,13 @@ def _run(
     context = Context(case, folder, measurements, console)
     if context.checkpoint is not None:
         facts = facts.with_verdict(record.get(files.FIT)).with_verdict(record.get(files.TRANSFER))
-    places = [stage.folder(context) for stage in stages.training(recipe)]
-    for place in places:
-        _tell_damage(context, place)
-    has_checkpoint = any(map(files.last, places))
+    places = {place: files.last(place) for place in (stage.folder(context) for stage in stages.training(recipe))}
+    for place, whole in places.items():
+        for found in files.checkpoints(place):
+            if whole is None or files.step_of(found) > files.step_of(whole):
+                context.say(f"{found} is damaged; the run goes on from {whole or 'before it'}.")
     # Micro batches round differently, so a resumed run takes those that it began with, whatever memory is free now.
-    if has_checkpoint or (context.checkpoints / "transfer" / files.TRANSFERRED).is_file():
+    if any(places.values()) or (context.checkpoints / "transfer" / files.TRANSFERRED).is_file():
         micro = sizes.get(here, micro)
     micro_batch, _ = divide_batch(recipe.training, together.num_processes)
     set_seed(recipe.training.seed)
@@ -171,29 +172,16 @@ def _run(
         given = _given(context, work)
         _check_given(context, record, given)
         _claim(context, lock, facts, {**given, **chosen, files.MICRO: {**sizes, here: micro}})
-        for line in (*header(facts), *case.measures[1]):
-            context.say(line)
+        for words in (*header(facts), *case.measures[1]):
+            context.say(words)
         recipe = sized(recipe, micro)
         for stage in stages.stages(recipe):
             if console is not None and isinstance(stage, Trained) and not stage.begins:
-                context.say(f"time       {_time(context, work, stages.training(recipe))}")
+                left = seconds_of(case, stages.training(recipe), work, context)
+                context.say(line("time", durations.listed(left)))
             if not stage.finished(context):
                 stage.run(context, work)
         return _finish(context, work)
-
-
-def _tell_damage(context: Context, folder: Path) -> None:
-    whole = files.last(folder)
-    for found in files.checkpoints(folder):
-        if whole is None or files.step_of(found) > files.step_of(whole):
-            context.say(f"{found} is damaged; the run goes on from {whole or 'before it'}.")
-
-
-def _time(context: Context, work: Work, trained: Sequence[Trained]) -> str:
-    done = {stage.section: stage.done(context) for stage in trained}
-    with context.case.precise():
-        found = seconds_of(context.case, trained, work, done=done, measured=context.measurements.count)
-    return durations.listed(found)
 
 
 def _finish(context: Context, work: Work) -> Outcome:
