@@ -39,9 +39,9 @@ _PACKED = (b"\xfd7zXZ", b"BZh", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"PK\x
 Documents: TypeAlias = Dataset | IterableDataset
 Origin = Literal["builtin", "files", "hub"]
 
-# Builders of `datasets` by file suffix; .gz may follow.
 # Parts of a split that are all of it.
 _ALL_OF_SPLIT = ("[:]", "[0:]", "[0%:]", "[:100%]", "[0%:100%]")
+# Builders of `datasets` by file suffix; .gz may follow.
 _BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
@@ -93,9 +93,10 @@ def read_text(source: str, column: str = TEXT) -> Documents:
 
 def located(data: Data) -> Data:
     """Return the section with absolute paths of local text, which mean the same in any directory."""
-    origin = _origin(data.read_from)
-    source = _absolute(data.read_from) if origin == "files" else data.source
-    held_out = _absolute(data.held_out) if data.held_out and _is_local(data.held_out, origin) else data.held_out
+    origin, held_out = _origin(data.read_from), data.held_out
+    source = str(expanded(data.read_from).absolute()) if origin == "files" else data.source
+    if held_out and _is_local(held_out, origin):
+        held_out = str(expanded(held_out).absolute())
     return replace(data, source=source, held_out=held_out)
 
 
@@ -186,10 +187,6 @@ def expanded(name: str | Path) -> Path:
     return Path(os.path.expanduser(name))
 
 
-def _absolute(name: str) -> str:
-    return str(expanded(name).absolute())
-
-
 def _origin(name: str) -> Origin:
     """Return where a text is: in local files if the path exists, or the name looks like a path."""
     if name == BUILTIN:
@@ -204,11 +201,7 @@ def _is_local(held_out: str, origin: Origin) -> bool:
 
 def _is_path(name: str) -> bool:
     path = expanded(name)
-    return path.is_absolute() or name.startswith(".") or _kind(path) is not None
-
-
-def _kind(path: Path) -> str | None:
-    return _BUILDERS.get(_suffix(path))
+    return path.is_absolute() or name.startswith(".") or _suffix(path) in _BUILDERS
 
 
 def _suffix(path: Path) -> str:
@@ -222,12 +215,12 @@ def _files(path: Path) -> tuple[str, tuple[str, ...]]:
     # Editors and version control keep hidden files next to a text.
     visible = (each for each in path.rglob("*") if not any(part[0] == "." for part in each.relative_to(path).parts))
     files = [path] if path.is_file() else sorted(each for each in visible if each.is_file())
-    kinds = {kind for file in files if (kind := _kind(file))}
+    kinds = {_BUILDERS[suffix] for suffix in map(_suffix, files) if suffix in _BUILDERS}
     if len(kinds) != 1:
         got = f"files of {len(kinds)} kinds, {', '.join(sorted(kinds))}" if kinds else "no file of a known kind"
         raise RecipeError(f"{path}: got {got}; expected one of {', '.join(_BUILDERS)} (or these with .gz).")
     kind = kinds.pop()
-    return kind, tuple(str(file.resolve()) for file in files if _kind(file) == kind)
+    return kind, tuple(str(file.resolve()) for file in files if _BUILDERS.get(_suffix(file)) == kind)
 
 
 @contextlib.contextmanager
