@@ -269,9 +269,8 @@ class Distilling:
         loss_function = PiecewiseLoss(self._readout)
         if teacher is not None:
             wanted = teacher.read_out(inputs, **wants)
-            loss_function.teach(
-                wanted.logits, teacher.predict, inputs.get("attention_mask"), share, weight=share / parts / times
-            )
+            told = {"keep": inputs.get("attention_mask"), "share": share, "weight": share / parts / times}
+            loss_function = PiecewiseLoss(self._readout, wanted.logits, teacher.predict, **told)
         with loss_function.in_place():
             loss, outputs = super().compute_loss(  # type: ignore[misc]
                 model, inputs | wants, return_outputs=True, num_items_in_batch=items

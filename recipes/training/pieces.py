@@ -90,38 +90,32 @@ class PiecewiseLoss:
 
     Args:
         readout: Model and head.
+        taught: Last states of the teacher, `[B, S, E]`; `None` without one.
+        predict: Function from these states to the teacher's logits.
+        keep: Mask of the tokens that count for the teacher, `[B, S]`; `None` counts all.
+        share: Share by which the loss on the text is reduced.
+        weight: Weight of the mean divergence from the teacher.
 
     Attributes:
         text: Loss on the text alone, after a call.
     """
 
-    def __init__(self, readout: Readout) -> None:
-        self._readout = readout
+    def __init__(
+        self,
+        readout: Readout,
+        taught: Tensor | None = None,
+        predict: Callable[[Tensor], Tensor] | None = None,
+        *,
+        keep: Tensor | None = None,
+        share: float = 0.0,
+        weight: float = 0.0,
+    ) -> None:
+        self._readout, self._predict, self._share, self._weight = readout, predict, share, weight
         self._withheld = contextlib.ExitStack()
         self._wanted: tuple[Tensor, ...] = ()
-        self._share = self._weight = 0.0
-
-    def teach(
-        self,
-        states: Tensor,
-        predict: Callable[[Tensor], Tensor],
-        keep: Tensor | None,
-        share: float,
-        *,
-        weight: float,
-    ) -> None:
-        """Add the mean divergence from a teacher.
-
-        Args:
-            states: Last states of the teacher, `[B, S, E]`.
-            predict: Function from these states to the teacher's logits.
-            keep: Mask of the tokens that count, `[B, S]`; `None` counts all.
-            share: Share by which the loss on the text is reduced.
-            weight: Weight of the divergence.
-        """
-        every = torch.ones(states.shape[:2], device=states.device)
-        self._wanted = (states, every if keep is None or keep.shape != every.shape else keep.to(every))
-        self._predict, self._share, self._weight = predict, share, weight
+        if taught is not None:
+            every = torch.ones(taught.shape[:2], device=taught.device)
+            self._wanted = (taught, every if keep is None or keep.shape != every.shape else keep.to(every))
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -163,7 +157,7 @@ class PiecewiseLoss:
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._share < 1):
             text = F.cross_entropy(logits.float(), targets, ignore_index=_IGNORED, reduction="sum")
         far = torch.zeros_like(text)
-        if wanted:
+        if wanted and self._predict is not None:
             there, keep = wanted
             far = (divergences(logits, self._predict(there)) * keep).sum()
         return torch.stack([text, far])

@@ -179,8 +179,8 @@ def divide_batch(training: Training, count: int, *, section: str = "training") -
     micro = training.micro_batch_size or share
     if share % micro:
         raise RecipeError(
-            f"{section}.micro_batch_size is {micro}, and each of {count} processes has {share} windows of the batch of "
-            f"{training.batch_size}. Give a divisor of {share}."
+            f"{section}.micro_batch_size is {micro}, and a process has {share} of the {training.batch_size} windows of "
+            f"a batch. Give a divisor of {share}."
         )
     return micro, share // micro
 
