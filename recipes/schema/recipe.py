@@ -339,31 +339,21 @@ class Recipe(Section):
 
     def stages(self) -> dict[StageName, Training]:
         """Return the settings of each stage by its section, in their order."""
-        training, transfer, lengthen = self.training, self.transfer, self.lengthen
-        found: dict[StageName, Training] = {}
+        training, transfer, found = self.training, self.transfer, dict[StageName, Training]()
         if transfer.steps or self.conversion.fit == "transfer":
-            found["transfer"] = replace(
-                training,
-                steps=transfer.steps or _FITTING,
-                length=transfer.length or training.length,
-                skip_to=transfer.skip_to,
-                batch_size=transfer.batch_size or training.batch_size,
-                micro_batch_size=transfer.micro_batch_size
-                or (None if transfer.batch_size else training.micro_batch_size),
-                learning_rate=transfer.learning_rate,
-                scheme_learning_rate=transfer.scheme_learning_rate,
-                gradient_checkpointing=False,
-            )
+            micro = transfer.micro_batch_size or (None if transfer.batch_size else training.micro_batch_size)
+            steps = transfer.steps or _FITTING
+            found["transfer"] = self._of(transfer, steps=steps, micro_batch_size=micro, gradient_checkpointing=False)
         found["training"] = training
-        if lengthen.steps:
-            own = {
-                **vars(lengthen),
-                "length": lengthen.length or training.length,
-                "batch_size": lengthen.batch_size or training.batch_size,
-            }
-            del own["short"]
-            found["lengthen"] = replace(training, **own)
+        if self.lengthen.steps:
+            found["lengthen"] = self._of(self.lengthen)
         return found
+
+    def _of(self, stage: Transfer | Lengthening, **others: Any) -> Training:
+        """Return the settings of a stage: its own, and those of the training where it has none."""
+        own = {key: value for key, value in vars(stage).items() if key in vars(self.training)}
+        usual = {key: own[key] or getattr(self.training, key) for key in ("length", "batch_size")}
+        return replace(self.training, **own | usual | others)
 
     @property
     def moves_projections(self) -> bool:
