@@ -39,24 +39,21 @@ def stand_in(recipe: Recipe, config: Any) -> Recipe:
         return recipe
     conversion, every = recipe.conversion, config.get_text_config().num_hidden_layers
     assert conversion.scheme is not None
-    problems = (
-        (
-            auto_class(config) is not AutoModelForCausalLM,
-            f"they are chosen by how a causal model copies, and {config.model_type} models are none",
-        ),
-        (count >= every, f"the model has {every} layers, and some are to keep their encoding"),
-        (
-            registry.get(conversion.scheme).cls.embed is not Scheme.embed,
-            f"{conversion.scheme} acts on the inputs of the model, not in its layers",
-        ),
-        (conversion.native == "keep", "with conversion.native: keep no layer costs anything"),
-        (recipe.adapter.four_bit, "a model in 4 bits cannot be transferred"),
-    )
-    for applies, words in problems:
-        if applies:
-            raise RecipeError(
-                f"conversion.layers is {conversion.layers!r}, but {words}. Give indices or every:N, or leave it out."
-            )
+    words = None
+    if auto_class(config) is not AutoModelForCausalLM:
+        words = f"they are chosen by how a causal model copies, and {config.model_type} models are none"
+    elif count >= every:
+        words = f"the model has {every} layers, and some are to keep their encoding"
+    elif registry.get(conversion.scheme).cls.embed is not Scheme.embed:
+        words = f"{conversion.scheme} acts on the inputs of the model, not in its layers"
+    elif conversion.native == "keep":
+        words = "with conversion.native: keep no layer costs anything"
+    elif recipe.adapter.four_bit:
+        words = "a model in 4 bits cannot be transferred"
+    if words is not None:
+        raise RecipeError(
+            f"conversion.layers is {conversion.layers!r}, but {words}. Give indices or every:N, or leave it out."
+        )
     return _with_layers(recipe, list(range(count)))
 
 

@@ -61,68 +61,54 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
 
 
 def _contradictions(recipe: Recipe) -> Iterator[str]:
-    conversion, data, training = recipe.conversion, recipe.data, recipe.training
-    has_scheme, transfers = conversion.scheme is not None, "transfer" in recipe.stages()
-    steps = recipe.transfer.steps
+    conversion, data, training, native = recipe.conversion, recipe.data, recipe.training, recipe.conversion.native
+    has_scheme, steps = conversion.scheme is not None, recipe.transfer.steps
     asked = f"transfer.steps is {steps}" if steps else "conversion.fit is 'transfer'"
-    # Whether a recipe contradicts itself, and how.
-    problems = (
-        (
-            conversion.fit == "native" and (conversion.native == "keep" or conversion.keeps_share),
-            f"conversion.fit is 'native', but conversion.native is {conversion.native!r}: the model would have its "
-            "encoding twice. Set "
-            "conversion.native to remove or handover, or leave fit out.",
-        ),
-        (
-            transfers and not has_scheme,
-            f"{asked}, but conversion.scheme is null: there is nothing to transfer. Give a scheme, or leave it out.",
-        ),
-        (
-            transfers and has_scheme and conversion.native in ("keep", "handover"),
-            f"{asked}, but conversion.native is {conversion.native!r}: with its own encoding in force, there is "
-            "nothing to transfer. Set conversion.native to remove or to a share, or leave it out.",
-        ),
-        (
-            conversion.window is not None and conversion.native == "handover",
-            f"conversion.window is {conversion.window}, but conversion.native is 'handover', in which the layers that "
-            "keep their encoding would fade, too. Set conversion.native to remove, or leave window out.",
-        ),
-        (
-            conversion.rope and (has_scheme or recipe.adapter.kind != "none"),
-            "conversion.rope changes the config of the model, which neither a scheme nor an adapter holds. Give "
-            "conversion.scheme=null adapter.kind=none, or leave rope out.",
-        ),
-        (
-            data.streaming and data.read_from == "builtin",
-            "data.streaming is true, but the builtin text is there at once. Set data.source, or leave streaming out.",
-        ),
-        (
-            data.streaming and data.held_out is None,
-            "data.streaming is true, so no share can be set aside. Give data.held_out, a split or a file.",
-        ),
-        (
-            recipe.adapter.kind == "scheme" and not has_scheme,
-            "adapter.kind is 'scheme', but conversion.scheme is null: nothing would be trained. Give a scheme.",
-        ),
-        (
-            training.steps == training.warmup_steps == 1 and training.schedule != "constant",
-            f"training.warmup is {training.warmup}: the rates rise from 0, which would be the rate of the only step. "
-            "Give less warmup, or more steps.",
-        ),
-        (
-            data.source is None and recipe.model != TINY_LLAMA,
-            f"no text is named for the model {recipe.model!r}. Give data=FILE (txt, jsonl or parquet), a folder, or a "
-            "dataset on the hub; data=builtin takes the documentation of Python.",
-        ),
-    )
-    yield from (words for applies, words in problems if applies)
-    if recipe.transfer.repeat and data.packing == "documents":
+    if conversion.fit == "native" and (native == "keep" or conversion.keeps_share):
         yield (
-            f"transfer.repeat is {recipe.transfer.repeat}: the second half of a window repeats the first, but "
-            "data.packing is 'documents', which do not see each other. Take windows, or leave repeat out."
+            f"conversion.fit is 'native', but conversion.native is {native!r}: the model would have its encoding "
+            "twice. Set conversion.native to remove or handover, or leave fit out."
         )
-    for name, stage in recipe.stages().items():
-        if stage.skip_to is not None and data.packing == "documents":
+    if "transfer" in recipe.stages() and not has_scheme:
+        yield f"{asked}, but conversion.scheme is null: there is nothing to transfer. Give a scheme, or leave it out."
+    if "transfer" in recipe.stages() and native in ("keep", "handover"):
+        yield (
+            f"{asked}, but conversion.native is {native!r}: with its own encoding in force, there is nothing to "
+            "transfer. Set conversion.native to remove or to a share, or leave it out."
+        )
+    if conversion.window is not None and native == "handover":
+        yield (
+            f"conversion.window is {conversion.window}, but conversion.native is 'handover', in which the layers that "
+            "keep their encoding would fade, too. Set conversion.native to remove, or leave window out."
+        )
+    if conversion.rope and (has_scheme or recipe.adapter.kind != "none"):
+        yield (
+            "conversion.rope changes the config of the model, which neither a scheme nor an adapter holds. Give "
+            "conversion.scheme=null adapter.kind=none, or leave rope out."
+        )
+    if data.streaming and data.read_from == "builtin":
+        yield "data.streaming is true, but the builtin text is there at once. Set data.source, or leave streaming out."
+    if data.streaming and data.held_out is None:
+        yield "data.streaming is true, so no share can be set aside. Give data.held_out, a split or a file."
+    if recipe.adapter.kind == "scheme" and not has_scheme:
+        yield "adapter.kind is 'scheme', but conversion.scheme is null: nothing would be trained. Give a scheme."
+    if training.steps == training.warmup_steps == 1 and training.schedule != "constant":
+        yield (
+            f"training.warmup is {training.warmup}: the rates rise from 0, which would be the rate of the only step. "
+            "Give less warmup, or more steps."
+        )
+    if data.source is None and recipe.model != TINY_LLAMA:
+        yield (
+            f"no text is named for the model {recipe.model!r}. Give data=FILE (txt, jsonl or parquet), a folder, or a "
+            "dataset on the hub; data=builtin takes the documentation of Python."
+        )
+    if data.packing == "documents":
+        if recipe.transfer.repeat:
+            yield (
+                f"transfer.repeat is {recipe.transfer.repeat}: the second half of a window repeats the first, but "
+                "data.packing is 'documents', which do not see each other. Take windows, or leave repeat out."
+            )
+        for name in (name for name, stage in recipe.stages().items() if stage.skip_to is not None):
             yield (
                 f"{name}.skip_to gives each window the positions of one long text, but data.packing is 'documents'. "
                 "Set data.packing to windows, or leave skip_to out."
