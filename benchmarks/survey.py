@@ -41,8 +41,9 @@ from hf_posenc.patches.surgery import is_of_scheme
 PAGE = Path(__file__).parents[1] / "docs" / "survey.md"
 # Of each kind, and of each way that encodings are built; the tests try these.
 SAMPLE = (
-    "granite", "cohere2", "muse_spark_text", "electra", "xlm-roberta", "eurobert", "clip_text_model",
-    "switch_transformers", "pop2piano", "bart", "opt", "dinov2", "siglip_vision_model", "clip_vision_model", "llava",
+    "granite", "cohere2", "muse_spark_text", "cosmos3_edge_text", "electra", "layoutlm", "xlm-roberta",
+    "eurobert", "clip_text_model", "switch_transformers", "pop2piano", "bart", "opt", "dinov2", "siglip_vision_model",
+    "clip_vision_model", "llava",
 )  # fmt: skip
 TOKENS, VOCABULARY = 21, 64
 # Inputs of the encoder of an encoder-decoder.

@@ -236,8 +236,10 @@ class PosencBody(Switch):
         return mask
 
     def is_causal_stack(self) -> bool:
-        attention = next(module for module in self.modules() if hasattr(module, "is_causal"))
-        return self.posenc_causal or bool(attention.is_causal)
+        says: Any = next(
+            each for each in self.modules() if hasattr(each, "is_causal") or isinstance(each, PosencAttention)
+        )
+        return self.posenc_causal or bool(getattr(says, "is_causal", getattr(says, "posenc_causal", False)))
 
     def given_positions(self, call: dict[str, Any]) -> Tensor | None:
         return call.get("position_ids")

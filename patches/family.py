@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from transformers.utils.output_capturing import OutputRecorder
 
 from hf_posenc.errors import ArchitectureError, PositionError
 from hf_posenc.operands import Geometry, NativeTable
@@ -43,6 +42,8 @@ from hf_posenc.patches.probe import (
     Facts,
     FamilyAttention,
     blank_module,
+    calls_functions,
+    hides_ahead,
     kinds_vary,
     masks_have_windows,
     read_facts,
@@ -259,8 +260,11 @@ class Family(Architecture):
         if attention is None:
             self.attentions(body)  # which says where it is missing
             refuse(self.attention, "is missing")
-        if not hasattr(attention, "is_causal"):
-            refuse(self.attention, "does not say whether it is causal")
+        if not self.causal and not hasattr(attention, "is_causal"):
+            if not calls_functions(self.attention):
+                refuse(self.attention, "computes attention by itself, not by the attention functions of transformers")
+            kind, layer = next(each for each in self.layered.items() if isinstance(body, each[0]))
+            return hides_ahead(kind, layer, body.config)
         return self.causal or bool(attention.is_causal)
 
     def layer_of(self, body: nn.Module) -> type[nn.Module]:
@@ -313,7 +317,7 @@ class Family(Architecture):
     def attributes(self, body: nn.Module, layer: int) -> Mapping[str, Any]:
         facts = self.facts(body, layer)
         found = {"kind": facts.kind, "rotates": facts.rotates, "step": facts.step, "window": facts.window}
-        found["carries"] = facts.carries
+        found |= {"carries": facts.carries, "causal": self._is_causal(body)}  # of some, their masks alone say it
         return {f"posenc_{name}": value for name, value in found.items()}
 
     def geometry(self, body: nn.Module, layer: int) -> Geometry:
@@ -400,7 +404,7 @@ class TableFamily(Family):
 
     def embedding_size(self, body: nn.Module) -> int:
         embeddings = getattr(body, "embeddings", None)
-        if embeddings is not None and any(isinstance(module, nn.Linear) for module in embeddings.modules()):
+        if embeddings is not None and any(isinstance(module, nn.Linear) for module in embeddings.children()):
             raise ArchitectureError(
                 f"{type(embeddings).__name__} projects the embeddings of tokens before positions are added, so no "
                 "scheme can add others. Choose a scheme that acts inside of attention."
@@ -546,7 +550,9 @@ class Code:
         kinds, stacks = {}, {}
         for body in bodies:
             recorded = body._can_record_outputs or {}
-            layer, attention = (_recorded(recorded.get(what)) for what in ("hidden_states", "attentions"))
+            layer, attention = (_recorded(recorded.get(what), body) for what in ("hidden_states", "attentions"))
+            if (attention is None or layer is None) and not calls_functions(body):
+                lacks("computes attention by itself, not by the attention functions of transformers")
             if attention is None or layer is None:
                 lacks(f"has no one class of {'layers' if layer is None else 'attention'} that {body.__name__} records")
             stacks[body], kinds[attention] = layer, None
@@ -603,6 +609,8 @@ def _says_causal(body: Any) -> bool:
     return "is_causal" in keywords and any(name.endswith("causal_mask") for name in code.co_names)
 
 
-def _recorded(entry: Any) -> type[nn.Module] | None:
-    found: Any = entry.target_class if isinstance(entry, OutputRecorder) else entry
-    return found if isinstance(found, type) else None
+def _recorded(entry: Any, body: type) -> type[nn.Module] | None:
+    """Return the class that a body records; of several, the one that it builds itself."""
+    found = [getattr(each, "target_class", each) for each in (entry if isinstance(entry, list) else [entry])]
+    found = [kind for kind in found if isinstance(kind, type) and (len(found) == 1 or kind in built_by(body))]
+    return found[0] if len(found) == 1 else None

@@ -8,6 +8,7 @@ What a scheme must know of a layer is read from the same forward, on the meta de
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
@@ -22,10 +23,11 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_posenc.attention import from_tensor
 from hf_posenc.errors import ArchitectureError
 from hf_posenc.operands import Geometry
 from hf_posenc.ops import Layout, turn_pairs
-from hf_posenc.patches.attention import LayerCall, PosencAttention
+from hf_posenc.patches.attention import LayerCall, PosencAttention, arguments_of
 from hf_posenc.patches.cache import NAMES
 from hf_posenc.patches.context import Context
 from hf_posenc.patches.rotary import native_frequencies, of_kind
@@ -95,8 +97,7 @@ class FamilyAttention(PosencAttention):
     posenc_rotates: bool
     # Step between the columns of one pair and the next in the model's cosines.
     posenc_step: int
-    # Whether the model says so to the attention function; else the module does.
-    posenc_causal: ClassVar[bool] = False
+    posenc_causal: bool = False
     # Whether the mask carries what keywords do not.
     posenc_carries: bool = False
     # Window of the model's masks of which the stock forward does not tell the attention function.
@@ -118,7 +119,7 @@ class FamilyAttention(PosencAttention):
 
     def attend(self, context: Context, hidden: Tensor, call: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         cache: Any = None if self.posenc_cache is None else call.get(self.posenc_cache)
-        causal = self.posenc_causal or self.is_causal
+        causal = self.posenc_causal if vars(self).get("is_causal") is None else self.posenc_causal or self.is_causal
         rotation, rotate = context.native.rotation.get(self.posenc_kind, call.get("position_embeddings")), None
         if rotation is not None and self.posenc_rotates:
             if self.posenc_share is not None:
@@ -246,6 +247,11 @@ class Facts:
 # Keywords of attention functions that a patched attention honours, or that change nothing.
 _KNOWN = {"scaling", "dropout", "sliding_window", "softcap", "s_aux", "position_ids", "use_cache", "is_causal"}
 _KNOWN |= {"deterministic", "output_attentions"}
+
+
+def calls_functions(kind: type) -> bool:
+    """Whether the code of a class knows the attention functions of transformers."""
+    return hasattr(inspect.getmodule(kind), "ALL_ATTENTION_FUNCTIONS")
 
 
 class _Projected(Exception):
@@ -391,14 +397,18 @@ def _calls(
 ) -> list[dict[str, Any]] | Exception:
     """Return the arguments of each call of the attention function in a layer, or what the stock code raises."""
     calls: list[dict[str, Any]] = []
+    masks: list[Any] = []
 
-    def take(query: Tensor, key: Tensor, value: Tensor, mask: None, **keywords: Any) -> tuple[Tensor, None]:
+    def take(query: Tensor, key: Tensor, value: Tensor, mask: Any, **keywords: Any) -> tuple[Tensor, None]:
+        if not carries and mask is not masks[-1]:
+            refuse(attention, "makes a mask of its own, from more than positions")
         calls.append(keywords | {"query": query, "key": key, "value": value})
         return query.new_empty(*query.transpose(1, 2).shape[:-1], value.shape[-1]), None
 
     def begin(module: nn.Module, args: Any, keywords: dict[str, Any]) -> None:
         if _THEN not in keywords:
             refuse(attention, "gets no keywords from its layer")
+        masks.append((dict(zip(arguments_of(attention), args, strict=False)) | keywords).get("attention_mask"))
 
     def end(*args: Any) -> NoReturn:
         raise _Projected
@@ -429,23 +439,49 @@ def without_rotation(facts: Facts) -> Facts:
 
 
 def rotated(body: type[nn.Module], layer: type[nn.Module], config: Any) -> list[bool]:
-    """Run the stock forward of a body on the meta device, past its layers; return which of them get a rotation."""
-    found: list[bool] = []
+    """Return which layers of a body get a rotation."""
+    model = blank_module(body, config, 0)
+    try:
+        with torch.device("meta"):
+            calls = _past_layers(model, layer, attention_mask=torch.ones(1, 1, 2, 2, dtype=torch.bool))
+    except Exception as error:  # of any kind: the code is not ours
+        refuse(layer, f"may run without a rotation, and its model does not tell when ({error})")
+    return [call.get("position_embeddings") is not None for call in calls]
+
+
+def hides_ahead(body: type[nn.Module], layer: type[nn.Module], config: Any) -> bool:
+    """Return whether the mask that a body makes hides the second of two tokens from the first."""
+    small = copy.deepcopy(config)
+    small.__class__ = getattr(type(config), "posenc_stock", type(config))
+    small.num_hidden_layers, small._attn_implementation = 1, "eager"  # which takes no mask for "all"
+    stated = {key: value for key, value in vars(small).items() if not key.startswith(("posenc", "_name_or_path"))}
+    if (body, repr(stated)) not in _HIDES:
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.inference_mode():
+            try:
+                masks = [call.get("attention_mask") for call in _past_layers(body(small), layer)]
+            except Exception as error:  # of any kind: the code is not ours
+                refuse(layer, f"does not say whether it is causal, and its model does not run to show it ({error})")
+        seen = [from_tensor(mask, "all", (1, 1, 2, 2)).keep for mask in masks if mask is not None]
+        _HIDES[body, repr(stated)] = any(keep is not None and not keep[..., 0, -1].all() for keep in seen)
+    return _HIDES[body, repr(stated)]
+
+
+_HIDES: dict[tuple[type, str], bool] = {}
+
+
+def _past_layers(model: nn.Module, layer: type[nn.Module], **given: Any) -> list[dict[str, Any]]:
+    """Run a body of text with two tokens past its layers; return the arguments of these, by name."""
+    found: list[dict[str, Any]] = []
+    names = arguments_of(layer)[1:]
 
     def passed(hidden_states: Tensor, *args: Any, **call: Any) -> Tensor:
-        found.append(call.get("position_embeddings") is not None)
+        found.append(dict(zip(names, args, strict=False)) | call)
         return hidden_states
 
-    model = blank_module(body, config, 0)
     for module in model.modules():
         if isinstance(module, layer):
             module.forward = passed
-    try:
-        with torch.device("meta"):
-            mask = torch.ones(1, 1, 2, 2, dtype=torch.bool)
-            model(torch.zeros(1, 2, dtype=torch.long), attention_mask=mask, use_cache=False)
-    except Exception as error:  # of any kind: the code is not ours
-        refuse(layer, f"may run without a rotation, and its model does not tell when ({error})")
+    model(torch.zeros(1, 2, dtype=torch.long), use_cache=False, **given)
     return found
 
 

@@ -431,7 +431,8 @@ REFUSED = [
     ("decoder", "gemma4", "rope", "does not rotate queries together with keys|does not run without a model around it"),
     ("decoder", "qwen3_next", "rope", r"is missing in some layers \(0, 1\)"),
     ("encoder", "albert", "rope", "uses one layer several times"),
-    ("encoder", "layoutlm", "rope", "does not say whether it is causal"),
+    ("decoder", "doge", "rope", "makes a mask of its own"),
+    ("encoder", "megatron-bert", "rope", "computes attention by itself"),
     ("encoder", "electra", "learned", "width 32 to the embeddings, and those of ElectraModel have 16"),
     ("encoder", "mobilebert", "sinusoidal", "projects the embeddings of tokens before positions are added"),
     ("both", "longt5", "t5", "no one class of layers that LongT5Stack records"),
@@ -459,6 +460,16 @@ def test_what_cannot_be_read_is_refused(
     if scheme != "rope" and kind == "encoder":  # Schemes that act inside of attention do not need the embeddings.
         hf_posenc.set_strength(hf_posenc.patch(model, "kerple", native="keep"), native=0.5)
         assert model(ids).last_hidden_state.isfinite().all()
+
+
+@pytest.mark.parametrize(("name", "causal"), [("llama", True), ("layoutlm", False)])
+def test_masks_say_which_attentions_are_causal(name: str, causal: bool) -> None:
+    """LayoutLM's attention does not say; Llama's says what its masks say."""
+    model: Any = make(name).model if causal else AutoModel.from_config(CONFIG_MAPPING[name](**ENCODER)).eval()
+    (kind, layer), *_ = of_model(model).layered.items()
+    assert probe.hides_ahead(kind, layer, model.config) is causal
+    hf_posenc.patch(model, "kerple")
+    assert next(each.is_causal_stack() for each in model.modules() if hasattr(each, "is_causal_stack")) is causal
 
 
 def test_windows_that_masks_and_attention_do_not_share_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
