@@ -43,7 +43,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "survey.md"
 SAMPLE = (
     "granite", "cohere2", "muse_spark_text", "cosmos3_edge_text", "electra", "layoutlm", "xlm-roberta",
     "eurobert", "clip_text_model", "switch_transformers", "pop2piano", "bart", "opt", "dinov2", "siglip_vision_model",
-    "clip_vision_model", "llava",
+    "clip_vision_model", "beit", "llava",
 )  # fmt: skip
 TOKENS, VOCABULARY = 21, 64
 # Inputs of the encoder of an encoder-decoder.
@@ -118,6 +118,7 @@ def _fit(values: dict[str, Any], changes: dict[str, Any]) -> None:
         if isinstance(values.get(name), (list, tuple)):
             changes[name] = [size] * len(values[name])
     changes |= {name: 0.2 for name in ("initializer_range", "init_std") if name in values}
+    changes |= {name: True for name in ("use_relative_position_bias",) if name in values}  # as published models have it
     rope = values.get("rope_parameters")
     if isinstance(rope, dict) and "mrope_section" in rope:
         changes["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1]}

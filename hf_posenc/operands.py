@@ -45,7 +45,9 @@ class NativeTable:
     """The table of a model's own encoding, from which a scheme of the same kind can start.
 
     Attributes:
-        kind: `"learned"` (GPT-2, `[positions, E]`) or `"t5"` (log buckets, `[buckets, H]`).
+        kind: `"learned"` (GPT-2, `[positions, E]`), `"t5"` (log buckets, `[buckets, H]`), or `"offsets"` (BEiT,
+            `[(2N - 1)^2 + 3, H]`: offsets of the query from the key in N rows and N columns of patches, row by row;
+            then patches for the class token, the class token for patches, and itself).
         weight: The table.
         max_distance: Distance from which all keys share the last bucket (`"t5"` only).
         shared: Whether all layers of the stack use this one table.

@@ -72,8 +72,8 @@ class SchemeInfo:
     def start(self) -> str:
         """The start of a model patched with the default options, in words."""
         parts = []
-        if self.cls.reproduces is not None:
-            parts.append(f"exact on models with {self.cls.reproduces} encoding")
+        if self.cls.reproduces:
+            parts.append(f"exact on models with {' or '.join(self.cls.reproduces)} encoding")
         if self.cls.neutral_options is not None:
             given = ", ".join(f"{key}={value!r}" for key, value in self.cls.neutral_options.items())
             start = "exact" if self.cls.neutral_is_exact else "near"

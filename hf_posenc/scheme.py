@@ -72,8 +72,8 @@ class Scheme(FastForms, nn.Module, metaclass=_Started):
     name: str = ""
     # The registered directions of attention.
     directions: tuple[Direction, ...] = ("causal", "bidirectional")
-    # The kind of native encoding that this scheme can reproduce ("rotary", "learned", "t5"), if any.
-    reproduces: ClassVar[str | None] = None
+    # The kinds of native encoding that this scheme can reproduce: "rotary", or a kind of `NativeTable`.
+    reproduces: ClassVar[tuple[str, ...]] = ()
     # Options that make the start a no-op when the native encoding is kept; None if no options do.
     neutral_options: Mapping[str, Any] | None = None
     # Whether that no-op is exact, and not only within `Facts.tolerance`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,8 @@ from hf_posenc.patches.attention import CONTEXT, arguments_of
 from hf_posenc.patches.body import COORDS, PosencBody
 from hf_posenc.patches.context import Context, Inputs, Switch, real_tokens, refuse_samples
 from hf_posenc.patches.family import TABLES, Code, Family, built_by, names_of
-from hf_posenc.patches.probe import Facts, blank_module, read_facts
+from hf_posenc.patches.probe import OFFSETS, Facts, blank_module, read_facts
+from hf_posenc.patches.surgery import stock_class
 
 # The argument that asks for an interpolated table.
 _STRETCH = "interpolate_pos_encoding"
@@ -43,6 +44,20 @@ class PosencHolder(Switch):
         if native == 1 or self.is_disabled():
             return table
         return torch.zeros_like(table) if native == 0 else table * native
+
+
+class PosencOffsets(Switch):
+    """Mixin of modules that make biases of offsets between patches, at part of their strength, and none once removed.
+
+    Stock layers add them to the mask of padding, or take them for the mask.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.posenc_removed and not self.is_disabled():
+            return torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=self._parameters[OFFSETS].device)
+        bias: Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]
+        native = self.posenc_strengths.native
+        return bias if native == 1 or self.is_disabled() else bias * native
 
 
 class ImageBody(PosencBody):
@@ -141,7 +156,9 @@ def holder_of(body: Any) -> tuple[nn.Module, str]:
 
 
 def removed(body: Any) -> bool:
-    return bool(getattr(holder_of(body)[0], "posenc_removed", False))
+    return next(
+        (each.posenc_removed for each in body.modules() if isinstance(each, PosencHolder | PosencOffsets)), False
+    )
 
 
 def sizes(config: Any) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -248,11 +265,16 @@ class ImageFamily(Family):
             refuse_changed(body, f"its table has {rows} rows, and its config states {wanted}")
 
     def geometry(self, body: Any, layer: int) -> Geometry:
-        table, (patch, size) = self.table(body), sizes(body.config)
+        patch, size = sizes(body.config)
         tokens = others(body) + (size[0] // patch[0]) * (size[1] // patch[1])
-        # Some tokens have no row in the table.
-        native = NativeTable("learned", table) if len(table) == tokens else None
+        native = self.native_table(body, layer, tokens)
         return replace(super().geometry(body, layer), axes=2, max_positions=tokens, native=native)
+
+    def native_table(self, body: Any, layer: int, tokens: int) -> NativeTable | None:
+        """Return what schemes may start from, given the tokens of an image."""
+        table = self.table(body)
+        # Some tokens have no row in the table.
+        return NativeTable("learned", table) if len(table) == tokens else None
 
     def embedding_rms(self, body: Any) -> float | None:
         # The size of embedded patches depends on the images, so the size of the table stands for it.
@@ -284,7 +306,10 @@ def resized(model: PreTrainedModel, size: int) -> PreTrainedModel:
     pixels = torch.zeros(1, getattr(config, "num_channels", 3), size, size, device=model.device, dtype=model.dtype)
     with reading(f"An image of {size} pixels", kind=ArchitectureError):
         for name, parameter in made.named_parameters():
-            if parameter.shape != weights[name].shape:
+            if parameter.shape != weights[name].shape and name.endswith(OFFSETS):
+                old, new = (each.get_submodule(name.removesuffix(f".{OFFSETS}")) for each in (model, made))
+                weights[name] = _offsets_for(old, new, size // patch[0])
+            elif parameter.shape != weights[name].shape:
                 weights[name] = _table_for(body, pixels).view(parameter.shape)
         made.load_state_dict(weights)
         one, other = (body_of(each)(pixels, **stretched(body))[0] for each in (model.eval(), made))
@@ -329,6 +354,91 @@ def _table_for(body: Any, pixels: Tensor) -> Tensor:
     # Some tokens before the patches may have no row.
     first = len(weight_of(holder, name).flatten(0, -2)) - (size[0] // patch[0]) * (size[1] // patch[1])
     return torch.cat((tokens[:first], tokens[-(height // patch[0]) * (width // patch[1]) :]))
+
+
+def _offsets_for(old: Any, new: Any, side: int) -> Tensor:
+    """Return the table of biases for images of `side` x `side` patches, as the module of another size makes them."""
+    table = torch.empty_like(new._parameters[OFFSETS])
+    table[_numbers(new, side).flatten()] = old((side, side))[0].flatten(1).T
+    return table
+
+
+def _numbers(module: Any, side: int) -> Tensor:
+    """Return the row of its table that a module of biases takes for each query and key, `[S, S]`."""
+    table = module._parameters[OFFSETS]
+    numbered = copy.deepcopy(module).double()
+    numbered._parameters[OFFSETS] = torch.arange(len(table)).to(table.device).double()[:, None].expand(table.shape)
+    return cast(Tensor, numbered((side, side))[0, 0].round().long())
+
+
+def _known_order(kind: Any, config: Any) -> bool:
+    """Whether a module of biases has their numbers in the order that `NativeTable` states."""
+    (patch, size) = sizes(config)
+    side = size[0] // patch[0]
+    if size[1] // patch[1] != side:
+        return False
+    with torch.device("cpu"):
+        places, numbers = grid_coords(side, side, torch.device("cpu"))[0].long(), _numbers(kind(config), side)
+    offset = places[:, None] - places + side - 1
+    expected, count = (2 * side - 1) * offset[..., 0] + offset[..., 1], (2 * side - 1) ** 2
+    expected[0], expected[:, 0], expected[0, 0] = count, count + 1, count + 2
+    return torch.equal(numbers, expected)
+
+
+class OffsetImageFamily(ImageFamily):
+    """Models with biases of the offsets between patches, in each layer or shared; some have a table, too, or nothing.
+
+    A module makes them, for the layers to add to the mask of padding.
+    """
+
+    native = "learned biases of offsets between patches"
+
+    @classmethod
+    def fits(cls, code: Code) -> bool:
+        return ImageFamily.fits(code) and bool(_making(code.body))
+
+    @classmethod
+    def holders(cls, code: Code) -> Mapping[type, tuple[type, dict[str, Any]]]:
+        return {**super().holders(code), **dict.fromkeys(_making(code.body), (PosencOffsets, {}))}
+
+    def _has_table(self, body: Any) -> bool:
+        return any(getattr(embeddings_of(body), name, None) is not None for name in TABLES)
+
+    def _biases(self, body: Any) -> list[Any]:
+        return [module for module in body.modules() if OFFSETS in module._parameters]
+
+    def native_parameters(self, body: Any) -> Sequence[nn.Parameter]:
+        own = super().native_parameters(body) if self._has_table(body) else ()
+        return [*own, *(module._parameters[OFFSETS] for module in self._biases(body))]
+
+    def swapped(self, body: Any) -> Sequence[nn.Module]:
+        return [*(super().swapped(body) if self._has_table(body) else ()), *self._biases(body)]
+
+    def check_native(self, body: Any) -> None:
+        if self._has_table(body):
+            super().check_native(body)
+        stated = {len(weight_of(blank_module(kind, body.config, 0), OFFSETS)) for kind in _making(self.body)}
+        for module in self._biases(body):
+            if len(rows := weight_of(module, OFFSETS)) not in stated:
+                refuse_changed(body, f"it has biases of {len(rows)} offsets, and its config states {stated}")
+
+    def native_table(self, body: Any, layer: int, tokens: int) -> NativeTable | None:
+        biases, layers = self._biases(body), len(self.layers(body))
+        if not biases and self._has_table(body):
+            return super().native_table(body, layer, tokens)
+        if self._has_table(body) or len(biases) not in (1, layers):
+            return None  # nothing, or the sum of two
+        bias, shared = biases[layer % len(biases)], len(biases) == 1
+        known = _known_order(stock_class(type(bias)), body.config)
+        return NativeTable("offsets", weight_of(bias, OFFSETS).detach(), shared=shared) if known else None
+
+    def embedding_rms(self, body: Any) -> float | None:
+        return super().embedding_rms(body) if self._has_table(body) else None
+
+
+def _making(body: type) -> list[type[nn.Module]]:
+    """Return the classes of modules that make biases of offsets between patches."""
+    return [kind for kind in built_by(body) if OFFSETS in names_of(kind) and "window_size" in arguments_of(kind)]
 
 
 class TurnedImageFamily(ImageFamily):

@@ -415,7 +415,7 @@ def native_scheme(model: nn.Module) -> str | None:
     kind = "rotary" if geometry.inv_freq is not None else geometry.native.kind if geometry.native else None
     sizes = {}
     for name, info in registry.schemes().items():
-        if kind is not None and info.cls.reproduces == kind:
+        if kind in info.cls.reproduces:
             try:
                 scheme = registry.build(name, geometry)
             except (DirectionError, OptionError):

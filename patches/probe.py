@@ -38,6 +38,9 @@ _THEN = "posenc_then"
 # Names that stock attentions give to the cache.
 _CACHES = (*NAMES, "layer_past")
 
+# The name of the parameter of modules that make biases for a layer to add to its mask, or to take for one.
+OFFSETS = "relative_position_bias_table"
+
 _Then = Callable[..., tuple[Tensor, Tensor | None]]
 
 
@@ -140,6 +143,8 @@ class FamilyAttention(PosencAttention):
             is_causal: bool | None = None,
             **keywords: Any,
         ) -> tuple[Tensor, Tensor | None]:
+            if mask is not None and mask.numel() == 1:
+                mask = None  # of biases that were removed; and a lone key is always seen
             is_own = is_causal is not None and context.outside is None
             if is_own and query.shape[2] > 1 and bool(is_causal) != causal:
                 refuse(self.posenc_stock, f"says to the attention function is_causal={is_causal} and is not")
@@ -315,6 +320,8 @@ def _code(*classes: type | None) -> Iterator[Any]:
 
 
 def _probe(config: Any, module: Any, attention: type[nn.Module], rotary: type[nn.Module] | None, index: int) -> Facts:
+    for part in module.modules():
+        part._modules.update({name: None for name, child in part._modules.items() if hasattr(child, OFFSETS)})
     inner: Any = next((child for child in module.modules() if isinstance(child, attention)), None)
     if inner is None:
         refuse(attention, f"is missing in layer {index}")

@@ -197,7 +197,7 @@ class Start:
     @classmethod
     def of(cls, info: SchemeInfo, facts: Facts, *, decodes_only: bool) -> Start:
         advice, stacks = info.adaptation, ["decoder"] if decodes_only else None
-        if info.cls.reproduces is not None and facts.starts_exact(info.name, stacks):
+        if info.cls.reproduces and facts.starts_exact(info.name, stacks):
             return cls(exact=True)
         if info.family == _ADDED:
             return cls("keep", options=info.cls.neutral_options or {})

@@ -16,6 +16,7 @@ from transformers import (
     AutoImageProcessor,
     AutoModel,
     AutoModelForImageClassification,
+    BeitConfig,
     BitImageProcessor,
     CLIPConfig,
     CLIPVisionConfig,
@@ -69,11 +70,18 @@ def run(*arguments: object) -> Any:
     return CliRunner().invoke(cli.app, ["enlarge", *map(str, arguments)])
 
 
-@pytest.mark.parametrize("kind", [ViTConfig, CLIPVisionConfig, SiglipVisionConfig, Dinov2WithRegistersConfig])
+def beit(**sizes: Any) -> BeitConfig:
+    return BeitConfig(**sizes, vocab_size=9, use_relative_position_bias=True)
+
+
+@pytest.mark.parametrize("kind", [ViTConfig, CLIPVisionConfig, SiglipVisionConfig, Dinov2WithRegistersConfig, beit])
 def test_the_table_is_the_one_that_transformers_interpolates(kind: Any) -> None:
-    """With a class token, without one, and with registers, which have no row in the table."""
+    """With a class token, without one, and with registers, which have no row in the table; and biases of offsets."""
     torch.manual_seed(0)
     stock = AutoModel.from_config(kind(**SIZES)).eval()
+    for name, parameter in stock.named_parameters():
+        if "bias_table" in name:
+            parameter.data.normal_()
     pixels, larger = torch.randn(2, 3, 24, 24), resized(stock, 24)
     with torch.no_grad():
         wanted = stock(pixels, **stretched(stock)).last_hidden_state

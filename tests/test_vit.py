@@ -15,11 +15,20 @@ import torch
 from models import IMAGES, SAME, moved
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForImageClassification, PreTrainedModel, ViTConfig, ViTForImageClassification
+from transformers import (
+    AutoModel,
+    AutoModelForImageClassification,
+    BeitConfig,
+    BeitModel,
+    PreTrainedModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 import hf_posenc
 from hf_posenc.operands import Block, Geometry, Positions
 from hf_posenc.patches.images import grid_coords
+from hf_posenc.patches.patch import native_scheme
 from hf_posenc.scheme import Scheme
 
 SCHEMES = [name for name, info in hf_posenc.schemes().items() if "bidirectional" in info.directions]
@@ -126,6 +135,62 @@ def test_coordinates_may_be_given() -> None:
         assert model(images(), labels=torch.zeros(2, dtype=torch.long), position_coords=grid).loss.isfinite()
     with hf_posenc.disabled(model):
         assert torch.equal(states(model, position_coords=grid), states(make()))
+
+
+# -- biases of offsets -------------------------------------------------------------------------------------------------
+
+
+def beit(**changes: Any) -> Any:
+    """Return a BEiT with a bias for each offset between patches, in each layer by default."""
+    torch.manual_seed(0)
+    how = {"use_relative_position_bias": True, "vocab_size": 9, **changes}
+    model = BeitModel(BeitConfig(**{**IMAGES, **how})).eval()
+    return moved(model, 0.5, only="position")
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"use_relative_position_bias": False, "use_shared_relative_position_bias": True}]
+)
+def test_biases_of_offsets_are_taken_over(changes: dict[str, Any], tmp_path: Path) -> None:
+    stock, pixels = beit(**changes), images()
+    with torch.no_grad():
+        before = stock(pixels).last_hidden_state
+        assert native_scheme(stock) == "t5_clipped"
+        assert hf_posenc.plan(stock, "t5_clipped").start == "exact"
+        model = hf_posenc.patch(beit(**changes), "t5_clipped")
+        torch.testing.assert_close(model(pixels).last_hidden_state, before, **SAME)
+        moved(model, 1.0, only="first")
+        assert (model(pixels).last_hidden_state - before).abs().max() > 1e-3
+        assert model(images(*WIDE)).last_hidden_state.shape[1] == 41
+        # Padding is seen no more, now that no bias is in the way of its mask.
+        mask = torch.ones(2, 17).index_fill(1, torch.tensor([15, 16]), 0)
+        other = pixels.index_fill(3, torch.arange(8, 16), 7.0).where(torch.arange(16)[:, None] >= 12, pixels)
+        got = [model(each, attention_mask=mask).last_hidden_state[:, :15] for each in (pixels, other)]
+        torch.testing.assert_close(*got, **SAME)
+        model.save_pretrained(tmp_path)
+        again = AutoModel.from_pretrained(tmp_path).eval()
+        assert torch.equal(again(pixels).last_hidden_state, model(pixels).last_hidden_state)
+        assert torch.equal(hf_posenc.unpatch(again)(pixels).last_hidden_state, before)
+
+
+@pytest.mark.parametrize("table", [False, True])
+def test_biases_of_offsets_are_kept_and_fade(table: bool) -> None:
+    stock = beit(use_absolute_position_embeddings=table)
+    model = hf_posenc.patch(beit(use_absolute_position_embeddings=table), "kerple", native="keep")
+    gone = hf_posenc.patch(beit(use_absolute_position_embeddings=table), "kerple", gate=True)
+    with torch.no_grad():
+        for size in ((SIDE, SIDE), WIDE):  # transformers interpolates the biases
+            pixels = images(*size)
+            torch.testing.assert_close(model(pixels).last_hidden_state, stock(pixels).last_hidden_state, **SAME)
+        whole = model(pixels).last_hidden_state
+        hf_posenc.set_strength(model, native=0.5)
+        assert (model(pixels).last_hidden_state - whole).abs().max() > 1e-3
+        hf_posenc.set_strength(model, native=0)
+        torch.testing.assert_close(model(pixels).last_hidden_state, gone(pixels).last_hidden_state, **SAME)
+        with hf_posenc.disabled(gone):
+            assert torch.equal(gone(pixels).last_hidden_state, stock(pixels).last_hidden_state)
+    assert not any(x.requires_grad for name, x in gone.named_parameters() if "bias_table" in name)
+    assert hf_posenc.plan(stock, "t5_clipped").start == ("break" if table else "exact")  # no scheme has both
 
 
 # -- forms for images --------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ class Learned(Scheme):
             is interpolated on its grid, as in transformers, to another square, and cannot be extended.
     """
 
-    reproduces = "learned"
+    reproduces = ("learned",)
     neutral_options = {"init": "zero"}
     adaptation = Adaptation(native="handover", options={"init": "zero"}, reach=0)
     shared = True

@@ -4,7 +4,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.operands import Geometry, NativeTable
+from hf_posenc.operands import Block, Geometry, NativeTable
 from hf_posenc.registry import register_scheme
 from hf_posenc.scheme import draw_start, set_start
 from hf_posenc.schemes.families.additive import Buckets, GridBias, LearnedTable
@@ -16,14 +16,18 @@ class T5Clipped(LearnedTable, GridBias):
 
     Parameter `r`: `[H, K + 1]` in decoders, index `min(n, K)`; `[H, 2K + 1]` in encoders, index `clamp(n, -K, K) + K`
     (our extension). In images `[H, (2K + 1)^2]`, a bias for each offset in rows and columns, each clamped to K (Swin,
-    arXiv 2103.14030, with the clipping of iRPE, arXiv 2107.14222); the class token has no bias.
+    arXiv 2103.14030, with the clipping of iRPE, arXiv 2107.14222). The class token has no bias, unless the model has
+    biases of offsets of its own (BEiT, arXiv 2106.08254): then `first`, `[H, 3]`, is the bias of patches for the class
+    token, of the class token for patches, and of itself.
 
     Args:
         max_distance: Distance K from which all keys share a bias; `None` is the shortest that represents the model's
             own T5 table exactly, else 128; in images, the longest offset within the trained size.
-        init: Start: `"native"` spreads the model's own T5 table over the distances, `"normal"` draws N(0, 0.02),
-            `"zero"` is a no-op; `"auto"` is `"native"` if the model has such a table, else `"zero"`.
+        init: Start: `"native"` spreads the model's own T5 table, or that of offsets, over the distances, `"normal"`
+            draws N(0, 0.02), `"zero"` is a no-op; `"auto"` is `"native"` if the model has such a table, else `"zero"`.
     """
+
+    reproduces = ("t5", "offsets")
 
     def __init__(
         self,
@@ -34,7 +38,7 @@ class T5Clipped(LearnedTable, GridBias):
         gate: bool = False,
         shared: bool | None = None,
     ) -> None:
-        native = geometry.native_table("t5")
+        native = geometry.native_table("offsets" if geometry.axes == 2 else "t5")
         super().__init__(geometry, gate=gate, shared=shared)
         needed = None if native is None else _reach(native, causal=geometry.causal)
         if max_distance is None and self.axes and geometry.max_positions is not None:
@@ -45,20 +49,35 @@ class T5Clipped(LearnedTable, GridBias):
         fits = needed is not None and max_distance >= needed
         if init == "auto":
             init = "native" if fits else "zero"
-        expected = "'normal' or 'zero': the model has no T5 table, or one that reaches further than max_distance"
+        expected = "'normal' or 'zero': the model has no such table, or one that reaches further than max_distance"
         self.require(init != "native" or fits, "init", init, expected)
         self.max_distance, self.init = max_distance, init
         per_axis = max_distance + 1 if geometry.causal and not self.axes else 2 * max_distance + 1
         self.r = nn.Parameter(torch.empty(geometry.heads, per_axis ** (self.axes or 1)))
+        self.first = nn.Parameter(torch.empty(geometry.heads, 3)) if self.axes and native is not None else None
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
         native = self.geometry.native
         if self.init == "native" and native is not None and not native.weight.is_meta:
+            weight = native.weight.detach()
             index = _buckets(native, self.max_distance, causal=self.geometry.causal)
-            set_start(self.r, native.weight.detach()[index.to(native.weight.device)].T)
-        else:
-            draw_start(self.r, self.init, std=0.02)
+            set_start(self.r, weight[index.to(weight.device)].T)
+            if self.first is not None:
+                set_start(self.first, weight[-3:].T)
+            return
+        draw_start(self.r, self.init, std=0.02)
+        if self.first is not None:
+            draw_start(self.first, self.init, std=0.02)
+
+    def bias(self, block: Block, dtype: torch.dtype) -> Tensor:
+        bias = super().bias(block, dtype)
+        if self.first is None:
+            return bias
+        query, key = ((place == 0).to(bias.device) for place in (block.positions.query, block.positions.key))
+        kinds = query[:, :, None] * 1 + key[:, None] * 2  # [B|1, q, K]; 0 between patches
+        values = torch.cat((self.first.new_zeros(len(self.first), 1), self.first), dim=1).to(dtype)
+        return bias + values.to(bias.device)[:, kinds].transpose(0, 1)
 
     def values(self, distance: Tensor, dtype: torch.dtype) -> Tensor:
         far = self.max_distance
@@ -72,7 +91,11 @@ class T5Clipped(LearnedTable, GridBias):
 
 
 def _buckets(native: NativeTable, far: int, *, causal: bool) -> Tensor:
-    """Return the bucket of every distance of a clipped table, in its order."""
+    """Return the bucket of every distance of a clipped table, in its order; the row of every offset in images."""
+    if native.kind == "offsets":
+        near = _reach(native, causal=causal)
+        steps = torch.arange(-far, far + 1, device="cpu").clamp(-near, near) + near
+        return ((2 * near + 1) * steps[:, None] + steps).flatten()
     assert native.max_distance is not None
     distance = torch.arange(0 if causal else -far, far + 1, device="cpu")
     buckets = Buckets(num_buckets=native.weight.shape[0], max_distance=native.max_distance, causal=causal)
@@ -80,7 +103,9 @@ def _buckets(native: NativeTable, far: int, *, causal: bool) -> Tensor:
 
 
 def _reach(native: NativeTable, *, causal: bool) -> int:
-    """Return the distance from which a T5 table is constant on every side."""
+    """Return the distance from which a T5 table is constant on every side; the longest offset of one of images."""
+    if native.kind == "offsets":
+        return math.isqrt(len(native.weight) - 3) // 2
     assert native.max_distance is not None
     far = native.max_distance
     buckets = _buckets(native, far, causal=causal)

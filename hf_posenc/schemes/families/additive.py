@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -142,14 +143,14 @@ class LearnedTable(DistanceBias):
         shared: Use one table for the whole stack, not one per layer; `None` is as in the model, else one.
     """
 
-    reproduces = "t5"
+    reproduces: ClassVar[tuple[str, ...]] = ("t5",)
     neutral_options = {"init": "zero"}
     adaptation = Adaptation(fit="native", options={"shared": False}, elsewhere="handover", rate=8)
     init: str
     max_distance: int
 
     def __init__(self, geometry: Geometry, *, gate: bool, shared: bool | None) -> None:
-        native = geometry.native_table("t5")
+        native = geometry.native_table("offsets" if geometry.axes == 2 else "t5")
         super().__init__(geometry, gate=gate, shared=(native is None or native.shared) if shared is None else shared)
 
     def one_sided(self, distance: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ class Turning(Scheme):
         gates: Number of learned factors for `gated`.
     """
 
-    reproduces = "rotary"
+    reproduces = ("rotary",)
     layout: Layout = "half"
     freeze: Literal["short", "long"] = "short"
     _usual_theta = 10000.0
