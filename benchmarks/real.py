@@ -162,13 +162,12 @@ def convert_ctranslate2(parts: list[Path], folder: Path) -> None:
     model.load_state_dict(weights | {"proj_out.weight": weights["model.decoder.embed_tokens.weight"]})
     beside = json.loads(parts[0].with_name("config.json").read_text(encoding="utf-8"))
     model.generation_config = GenerationConfig.from_model_config(config)
-    model.generation_config.update(
-        suppress_tokens=beside["suppress_ids"],
-        begin_suppress_tokens=beside["suppress_ids_begin"],
-        is_multilingual=False,
-        no_timestamps_token_id=50362,
-        max_length=config.max_target_positions,
-    )
+    stated = {"suppress_tokens": "suppress_ids", "begin_suppress_tokens": "suppress_ids_begin"}
+    written = {name: beside[key] for name, key in stated.items()} | {"max_length": config.max_target_positions}
+    # English alone, without times.
+    written |= {"is_multilingual": False, "no_timestamps_token_id": 50362}
+    for name, value in written.items():  # `update` knows no name that is new to it
+        setattr(model.generation_config, name, value)
     model.save_pretrained(folder)
     WhisperFeatureExtractor().save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_file=str(parts[0].with_name("tokenizer.json"))).save_pretrained(folder)
