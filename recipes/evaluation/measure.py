@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -113,17 +112,13 @@ class Measure(ABC):
     def seconds(self, model: Any, batch_size: int = 8) -> float:
         """Estimate the time of a measurement from a few rows of each piece.
 
-        The longest pieces are not read if that alone would take long; they follow from the two before.
+        The longest pieces are not read if that alone would take long; they follow from the one before.
         """
-        found: list[tuple[int, float]] = []
-        total = 0.0
+        total, last, each = 0.0, 1, 0.0
         with evaluating(model), torch.no_grad():
             for tokens, rows, function in self.pieces():
-                if found and found[-1][1] > _SLOW:
-                    # Between linear and quadratic.
-                    (before, first), (last, second) = found[-2:] if len(found) > 1 else (found[-1], found[-1])
-                    grown = math.log(second / first) / math.log(last / before) if last > before else 1.5
-                    each = second * (tokens / last) ** min(2.0, max(1.0, grown))
+                if each > _SLOW:
+                    each *= (tokens / last) ** 1.5  # between linear and quadratic
                 else:
                     few = rows[: max(1, min(batch_size, _TOKENS // tokens, len(rows) // 4))]
                     stacked = [torch.stack(tensors) for tensors in zip(*few, strict=True)]
@@ -131,7 +126,7 @@ class Measure(ABC):
                         each = durations.timed(partial(function, model, *stacked)) / len(few)
                     except PositionError:
                         break
-                    found.append((tokens, each))
+                last = tokens
                 total += each * len(rows)
         return total
 
