@@ -222,7 +222,9 @@ class Distilling:
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
         weight = self._weight()
-        teacher = self._teacher if weight else None
+        if not weight:
+            self._teacher = None  # One that has faded is as large as the model.
+        teacher = self._teacher
         share, hidden = weight * self._share, weight * self._hidden
         wants = {"output_hidden_states": True} if teacher is not None and hidden else {}
         is_long = not return_outputs and self._is_long(inputs, teacher)

@@ -207,9 +207,6 @@ class AdaptationTrainer(Distilling, Trainer):
         self._scheme_learning_rate = scheme_learning_rate
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the loss of `Distilling`; free a teacher that has faded, which is as large as the model."""
-        if self._teacher is not None and not self._weight():
-            self._teacher = None
         # In the trainer's arguments, this would change the model's config.
         return super().compute_loss(model, inputs | {"use_cache": False}, *args, **kwargs)
 
