@@ -43,7 +43,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "survey.md"
 SAMPLE = (
     "granite", "cohere2", "muse_spark_text", "cosmos3_edge_text", "electra", "layoutlm", "xlm-roberta",
     "eurobert", "clip_text_model", "switch_transformers", "pop2piano", "bart", "opt", "dinov2", "siglip_vision_model",
-    "clip_vision_model", "beit", "llava",
+    "clip_vision_model", "beit", "voxtral_encoder", "llava",
 )  # fmt: skip
 TOKENS, VOCABULARY = 21, 64
 # Inputs of the encoder of an encoder-decoder.
@@ -180,9 +180,11 @@ def inputs(model: PreTrainedModel) -> dict[str, Tensor]:
         ids = tokens(config.get_text_config(decoder=True).vocab_size)
         return {"input_ids": ids} | ({"decoder_input_ids": ids.flip(1)} if config.is_encoder_decoder else {})
     if "input_features" in names and hasattr(config, "max_source_positions"):
-        ids = tokens(config.vocab_size)
         sound = torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions, generator=generator)
-        return {"input_features": sound} | ({"decoder_input_ids": ids} if "decoder_input_ids" in names else {})
+        decoded = {"decoder_input_ids": tokens(config.vocab_size)} if "decoder_input_ids" in names else {}
+        if "input_features_mask" in names:
+            decoded["input_features_mask"] = torch.ones(2, sound.shape[-1], dtype=torch.long)
+        return {"input_features": sound} | decoded
     if "pixel_values" in names:
         size = getattr(config, "image_size", 16)
         shape = (size, size) if isinstance(size, int) else size
@@ -296,6 +298,7 @@ def check(model: PreTrainedModel) -> dict[str, Any]:
         if "input_ids" in call or "decoder_input_ids" in call:
             for name, value in check_text(model, ours, call, causal).items():
                 found[name] = max(value, found.get(name, 0.0))
+        hold("removed", apart(output(_without(copy.deepcopy(ours)), call), whole), 0.0)
         with tempfile.TemporaryDirectory() as folder:
             ours.save_pretrained(folder)
             try:
@@ -307,6 +310,14 @@ def check(model: PreTrainedModel) -> dict[str, Any]:
                 raise Broken("locked: the stock class loads a converted checkpoint")
         found["unpatched"] = hold("unpatched", apart(output(hf_posenc.unpatch(ours), call), before), 0.0)
     return found
+
+
+def _without(ours: PreTrainedModel) -> PreTrainedModel:
+    """Return a model with other parameters of its own encoding, which should not count any more."""
+    part = part_to_convert(ours)
+    architecture = of_model(part)
+    own = [x for body in architecture.stacks(part).values() for x in architecture.native_parameters(body)]
+    return moved(ours, lambda _, weight: any(weight is each for each in own), 1.0, seed=4)
 
 
 def load(kind: Any, folder: str) -> PreTrainedModel:
@@ -417,8 +428,9 @@ Made by `python benchmarks/survey.py`, with transformers {stored["transformers"]
 CPU. Each model type is a random model, made from the defaults of its config with small sizes. It gets the scheme that
 computes its own encoding (or `kerple` over it), `kerple`, and `fox` (if it is causal) or `fire`. It works if all of
 these hold: it starts exact; tokens one by one with a cache give what they give at once; a row with padding gives what
-it gives alone; a saved and loaded model computes the same bit for bit; the stock class refuses it; `unpatch` gives back
-the stock model bit for bit. A composite is a model of several, whose language model is converted; it reads text here.
+it gives alone; the parameters of its own encoding change nothing once that is removed; a saved and loaded model
+computes the same bit for bit; the stock class refuses it; `unpatch` gives back the stock model bit for bit. A composite
+is a model of several, whose language model is converted; it reads text here.
 
 Of {len(rows)} types, {untried} were not tried: no model of theirs has attention, or runs with small sizes and plain
 inputs.

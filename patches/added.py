@@ -7,24 +7,27 @@ are waves in a buffer. What its forward makes of positions is read from it, with
 from __future__ import annotations
 
 import copy
+import dis
 import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from hf_posenc.errors import ArchitectureError, PositionError
 from hf_posenc.operands import Geometry, NativeTable
 from hf_posenc.patches.architecture import embedding_rms, refuse_changed, weight_of
 from hf_posenc.patches.attention import CONTEXT, arguments_of
 from hf_posenc.patches.body import COORDS, PosencBody
-from hf_posenc.patches.context import Context, Inputs, Switch, refuse_samples
+from hf_posenc.patches.context import RUNNING, Context, Inputs, Switch, refuse_samples
 from hf_posenc.patches.family import Code, Family, PosencPositionTable, built_by, check_reach, names_of
+from hf_posenc.patches.images import PosencHolder
 from hf_posenc.patches.probe import refuse
 from hf_posenc.patches.surgery import stock_class
 
@@ -45,6 +48,14 @@ class PosencAdded(Switch):
         added: Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]
         native = self.posenc_strengths.native
         return added if native == 1 or self.is_disabled() else added * native
+
+
+class PosencRead(PosencHolder):
+    """Mixin of tables whose rows the body reads, and never looks up: schemes add to what it reads."""
+
+    def posenc_table(self) -> Tensor:
+        rows, embed = super().posenc_table(), RUNNING.embed
+        return rows if embed is None else rows + embed(rows.new_zeros(1, 1, rows.shape[1]))[0]
 
 
 class AddedBody(PosencBody):
@@ -99,15 +110,17 @@ class AddedBody(PosencBody):
             return None
         return cast(Tensor, ((ids != padding).long().cumsum(-1) - 1).clamp_min(0) + past)
 
-    def hook_embeddings(self, embed: Callable[[Tensor], Tensor]) -> RemovableHandle:
+    def hook_embeddings(self, embed: Callable[[Tensor], Tensor]) -> Any:
         table = table_of(self)
+        if isinstance(table, PosencRead):
+            RUNNING.embed = embed
+            return SimpleNamespace(remove=lambda: setattr(RUNNING, "embed", None))
 
         def add(module: nn.Module, args: Any, output: Tensor) -> Tensor:
             found: Tensor = embed(output.new_zeros(1, 1, output.shape[-1]))
             return output + found
 
-        handle: RemovableHandle = table.register_forward_hook(add)
-        return handle
+        return table.register_forward_hook(add)
 
     def embedded(self, inputs: Tensor, context: Context) -> Tensor:
         assert context.inputs is not None
@@ -189,6 +202,13 @@ def rows_of(table: Any) -> Tensor:
     return weight[first_row(table) :].detach()
 
 
+def _reads_rows(body: type) -> bool:
+    """Whether the forward of a body reads the rows of its table without a call of it."""
+    steps = dis.get_instructions(inspect.unwrap(body.forward).__code__)  # type: ignore[attr-defined]
+    names = [str(step.argval) for step in steps]
+    return (TABLE, "weight") in pairwise(names)
+
+
 class AddedFamily(Family):
     """Models whose bodies add such tables: all layers of a body have its table, or none."""
 
@@ -204,6 +224,8 @@ class AddedFamily(Family):
 
     @classmethod
     def holders(cls, code: Code) -> Mapping[type, tuple[type, dict[str, Any]]]:
+        if any(_reads_rows(body) for body, _ in code.stacks):
+            return {nn.Embedding: (PosencRead, {})}
         parts = [part for body, _ in code.stacks for part in built_by(body)]
         tables = [part for part in dict.fromkeys(parts) if re.search("Position.*Embedding", part.__name__)]
         return {part: (PosencAdded, {}) for part in tables}

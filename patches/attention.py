@@ -17,7 +17,7 @@ from hf_posenc.errors import AttentionBackendError, NotPatchedError
 from hf_posenc.operands import Positions, Projection, Tokens
 from hf_posenc.patches import cache as token_cache
 from hf_posenc.patches.cache import POSITIONS
-from hf_posenc.patches.context import Context, Inputs, Mixin
+from hf_posenc.patches.context import RUNNING, Context, Inputs, Mixin
 from hf_posenc.patches.share import Share
 from hf_posenc.patches.surgery import OWN
 from hf_posenc.scheme import Scheme
@@ -78,7 +78,7 @@ class PosencAttention(Mixin):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         call = dict(zip(self.posenc_arguments, args, strict=False)) | kwargs
-        context: Context | None = call.pop(CONTEXT, None)
+        context: Context | None = call.pop(CONTEXT, RUNNING.context)
         if context is None:
             raise without_context(self)
         if context.inputs is None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import CodeType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -21,6 +22,7 @@ from hf_posenc.operands import LARGEST_COUNT, check_coords
 from hf_posenc.patches import cache as token_cache
 from hf_posenc.patches.attention import CONTEXT, PosencAttention, arguments_of, check_backend
 from hf_posenc.patches.context import (
+    RUNNING,
     Context,
     Inputs,
     Kept,
@@ -35,7 +37,7 @@ from hf_posenc.patches.context import (
     sequences,
     this_thread,
 )
-from hf_posenc.patches.surgery import SHARED
+from hf_posenc.patches.surgery import SHARED, stock_class
 from hf_posenc.scheme import Scheme
 
 # The keyword under which a step of generation says which of its tokens are no padding, where the mask does not.
@@ -67,6 +69,8 @@ class PosencBody(Switch):
     posenc_arguments: ClassVar[tuple[str, ...]]
     # Whether the stock forward tells the attention function that it is causal; else the attention modules say so.
     posenc_causal: ClassVar[bool] = False
+    # Whether the stock forward uses its keywords, which then come to the layers.
+    posenc_hands_on: ClassVar[bool]
     # Whether schemes reach the embeddings by a hook, even where the forward takes embeddings.
     posenc_hooks: ClassVar[bool] = False
     # What a server that was admitted, and attends by itself, keeps of each layer, see `Context`; `None` is no server.
@@ -78,6 +82,7 @@ class PosencBody(Switch):
             return  # FSDP derives classes of its own from ours.
         stock = vars(cls)["posenc_stock"]
         cls.posenc_arguments = arguments_of(stock)
+        cls.posenc_hands_on = _uses_keywords(inspect.unwrap(stock.forward).__code__)
         # Trainers read from the signature which columns of a dataset a model takes.
         with_signature_of(stock, cls, "forward")
 
@@ -86,7 +91,7 @@ class PosencBody(Switch):
         if self.is_disabled():
             token_cache.check_disabled(token_cache.cache_of(call))
             call = {name: value for name, value in call.items() if name not in (REAL, COORDS)}
-            return super().forward(**call, **{CONTEXT: Context(None, Native())})  # type: ignore[misc]
+            return self.stock_forward(call | {CONTEXT: Context(None, Native())})
         if self.posenc_outside is not None or isinstance(token_cache.cache_of(call), PagedAttentionCache):
             return self.run(self.prepare_outside(call))
         check_backend(self.config._attn_implementation)
@@ -130,7 +135,7 @@ class PosencBody(Switch):
         """Call the stock forward with the arguments that `prepare` returned."""
         context = call.get(CONTEXT)
         if context is None or not self.hooks() or not self.embedders():
-            return super().forward(**call)  # type: ignore[misc]
+            return self.stock_forward(call)
 
         thread = this_thread()
 
@@ -140,16 +145,32 @@ class PosencBody(Switch):
 
         handle = self.hook_embeddings(embed)
         try:
-            return super().forward(**call)  # type: ignore[misc]
+            return self.stock_forward(call)
         finally:
             handle.remove()
+
+    def stock_forward(self, call: dict[str, Any]) -> Any:
+        """Call the stock forward. Where it keeps its keywords, layers find the context in their thread."""
+        forward = super().forward  # type: ignore[misc]
+        if self.posenc_hands_on:
+            return forward(**call)
+        if self.training and any(getattr(each, "gradient_checkpointing", False) for each in self.modules()):
+            raise OptionError(
+                f"{stock_class(type(self)).__name__} gives its layers no keywords, so gradient checkpointing could not "
+                "run them again with their positions. Call model.gradient_checkpointing_disable()."
+            )
+        RUNNING.context = call.get(CONTEXT)
+        try:
+            return forward(**call)
+        finally:
+            RUNNING.context = None
 
     def hooks(self) -> bool:
         """Whether schemes reach the embeddings by a hook only."""
         return self.posenc_hooks or _EMBEDDED not in self.posenc_arguments
 
-    def hook_embeddings(self, embed: Callable[[Tensor], Tensor]) -> RemovableHandle:
-        """Let a function act on the embeddings where the forward takes none."""
+    def hook_embeddings(self, embed: Callable[[Tensor], Tensor]) -> Any:
+        """Let a function act on the embeddings where the forward takes none; return what `remove` ends."""
         inner: nn.Module = self.get_input_embeddings()
         return inner.register_forward_hook(lambda module, args, output: embed(output))
 
@@ -258,6 +279,15 @@ def _embed(scheme: Scheme, inputs: Tensor, context: Context) -> Tensor:
     assert context.inputs is not None
     acting = scheme if context.strength == 1 else Blended(scheme, context.strength)
     return acting.embed(inputs, context.inputs.positions, context.inputs.coords)
+
+
+def _uses_keywords(code: CodeType) -> bool:
+    """Whether the code of a function reads the keywords that its signature does not name."""
+    if not code.co_flags & inspect.CO_VARKEYWORDS:
+        return False
+    names = code.co_varnames[code.co_argcount + code.co_kwonlyargcount :]
+    name = names[1 if code.co_flags & inspect.CO_VARARGS else 0]
+    return any(name in step.argrepr.split(", ") for step in dis.get_instructions(code))
 
 
 def tokens_in(cache: Cache | None) -> int | Tensor:

@@ -27,7 +27,20 @@ class _Disabled(threading.local):
         self.modules: frozenset[int] = frozenset()
 
 
-DISABLED = _Disabled()
+class _Running(threading.local):
+    """What modules find of the body that runs in a thread, where its forward hands nothing on to them.
+
+    Attributes:
+        context: For layers that get no keywords.
+        embed: Lets schemes add to embeddings, for a table whose rows are read.
+    """
+
+    def __init__(self) -> None:
+        self.context: Context | None = None
+        self.embed: Callable[[Tensor], Tensor] | None = None
+
+
+DISABLED, RUNNING = _Disabled(), _Running()
 
 # Keywords of transformers that say where packed samples begin: ends, numbers, and the lengths of the longest.
 _ENDS, _NUMBERS = ("cu_seq_lens_q", "cu_seq_lens_k"), "seq_idx"

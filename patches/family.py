@@ -490,7 +490,7 @@ def add_family(name: str, namespace: dict[str, Any], kind: type[Family] | None =
         "body": code.body,
         "rotary": code.rotary,
     }
-    parts |= {"name": name, "causal": causal, "twins": {**twins, **kind.shared}}
+    parts |= {"name": name, "causal": causal, "twins": {**kind.shared, **twins}}
     made: Family = type(f"{name.title().replace('_', '')}Family", (kind,), parts)()
     register_architecture(made)
     return made

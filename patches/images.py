@@ -36,7 +36,7 @@ class PosencHolder(Switch):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "posenc_stock" in vars(cls):
-            setattr(cls, cls.posenc_holds, property(PosencHolder.posenc_table))
+            setattr(cls, cls.posenc_holds, property(cls.posenc_table))
 
     def posenc_table(self) -> Tensor:
         table: Tensor = self._parameters[self.posenc_holds]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import ArchitectureError
 from hf_posenc.patches.attention import CONTEXT, without_context
-from hf_posenc.patches.context import Context, Mixin, Passage, is_this_thread, this_thread
+from hf_posenc.patches.context import RUNNING, Context, Mixin, Passage, is_this_thread, this_thread
 
 # Names that stock layers give to the feed-forward; the last are behind one attention or two, and some have experts.
 FEED_FORWARDS: tuple[str, ...] = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "output.dense", "fc2")
@@ -38,7 +38,7 @@ class PosencLayer(Mixin):
         return found[0]
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        context: Context | None = kwargs.get(CONTEXT)
+        context: Context | None = kwargs.setdefault(CONTEXT, RUNNING.context)
         if context is None:
             raise without_context(self)
         group = self.posenc_group

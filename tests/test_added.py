@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from models import moved
 from torch import Tensor
 from transformers import (
     BartConfig,
@@ -13,12 +15,15 @@ from transformers import (
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
+    VoxtralEncoder,
+    VoxtralEncoderConfig,
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
 
 import hf_posenc
-from hf_posenc.errors import PositionError
+from hf_posenc.errors import OptionError, PositionError
+from hf_posenc.patches import context
 
 BART = {
     "vocab_size": 60, "d_model": 32, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 2,
@@ -108,3 +113,36 @@ def test_gradients_reach_a_scheme_in_every_stack(name: str) -> None:
     assert len(found) == (1 if name == "opt" else 2)
     assert all(gradient is not None and bool(gradient.any()) for gradient in found.values())
     hf_posenc.unpatch(model)
+
+
+def encoder_of_sound() -> Any:
+    """Return an encoder whose forward gives its layers no keywords, and sound for it."""
+    sizes = {key: value for key, value in SOUND.items() if "decoder" not in key and "target" not in key}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 40}
+    torch.manual_seed(0)
+    return VoxtralEncoder(VoxtralEncoderConfig(**sizes)).eval(), torch.randn(2, 5, 20)
+
+
+@pytest.mark.parametrize("scheme", ["learned", "kerple", "tape"])
+def test_layers_without_keywords_find_the_context_of_their_body(scheme: str) -> None:
+    stock, sound = encoder_of_sound()
+    keep = {} if scheme == "learned" else {"native": "keep"}
+    model = hf_posenc.patch(encoder_of_sound()[0], scheme, **keep)
+    with torch.no_grad():
+        before = stock(sound).last_hidden_state
+        torch.testing.assert_close(model(sound).last_hidden_state, before, atol=1e-5, rtol=1e-5)
+        assert context.RUNNING.context is None
+        other = moved(model, 0.5)(sound).last_hidden_state
+        assert (other - before).abs().max() > 1e-4
+        with ThreadPoolExecutor(2) as pool:
+            assert all(torch.equal(found.last_hidden_state, other) for found in pool.map(model, [sound] * 4))
+        with hf_posenc.disabled(model):
+            assert torch.equal(model(sound).last_hidden_state, before)
+        model = hf_posenc.patch(encoder_of_sound()[0], scheme)
+        without = model(sound).last_hidden_state
+        moved(model.requires_grad_(True), 1.0, only="embed_positions")  # gone, though the forward reads its rows
+        assert torch.equal(model(sound).last_hidden_state, without)
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    model.train()
+    with pytest.raises(OptionError, match="gives its layers no keywords"):
+        model(sound)
