@@ -43,7 +43,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "survey.md"
 SAMPLE = (
     "granite", "cohere2", "muse_spark_text", "cosmos3_edge_text", "electra", "layoutlm", "xlm-roberta",
     "eurobert", "clip_text_model", "switch_transformers", "pop2piano", "bart", "opt", "dinov2", "siglip_vision_model",
-    "clip_vision_model", "beit", "voxtral_encoder", "llava",
+    "clip_vision_model", "beit", "voxtral_encoder", "audio-spectrogram-transformer", "llava",
 )  # fmt: skip
 TOKENS, VOCABULARY = 21, 64
 # Inputs of the encoder of an encoder-decoder.

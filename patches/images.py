@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NoReturn, cast
@@ -69,9 +70,11 @@ class ImageBody(PosencBody):
 
     # Number of tokens before the patches; `None` if it was not read yet.
     posenc_others: int | None = None
+    # The argument with what is cut into patches.
+    posenc_input: ClassVar[str] = "pixel_values"
 
     def prepare(self, call: dict[str, Any]) -> dict[str, Any]:
-        pixels, coords = call.get("pixel_values"), call.pop(COORDS, None)
+        pixels, coords = call.get(self.posenc_input), call.pop(COORDS, None)
         if pixels is None:
             return call  # The stock forward says what is wrong.
         if call.get("position_ids") is not None:
@@ -122,6 +125,18 @@ class ImageBody(PosencBody):
         return handle
 
 
+class SpectrogramBody(ImageBody):
+    """Mixin of patched bodies of sound. Rows of patches are frequencies, and columns are times."""
+
+    posenc_input = "input_values"
+
+    def grid(self, pixels: Tensor) -> tuple[int, int]:
+        shape, *_ = cut(self.config)
+        if tuple(pixels.shape[-2:]) != shape:
+            raise ShapeError(f"Got sound of {list(pixels.shape[-2:])} frames and bins; expected {list(shape)}. Pad it.")
+        return patches_of(self.config)
+
+
 class TurnedImageBody(ImageBody):
     """Mixin of patched bodies that rotate queries and keys by the places of patches, for images of any size."""
 
@@ -170,6 +185,24 @@ def sizes(config: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     return pairs[0], pairs[1]
 
 
+def cut(config: Any) -> tuple[tuple[int, ...], tuple[int, int], tuple[int, int]]:
+    """Return the shape of one image in training, `[C, H, W]`, or of a spectrogram, `[frames, bins]`; the sizes of
+    patches along its last two axes, and the steps from one patch to the next.
+    """
+    if hasattr(config, "frequency_stride"):
+        steps = config.time_stride, config.frequency_stride
+        return (config.max_length, config.num_mel_bins), (config.patch_size,) * 2, steps
+    patch, size = sizes(config)
+    return (getattr(config, "num_channels", 3), *size), patch, patch
+
+
+def patches_of(config: Any) -> tuple[int, int]:
+    """Return the rows and columns of patches in training; the rows of a spectrogram are its bins."""
+    shape, patch, steps = cut(config)
+    one, other = ((size - each) // step + 1 for size, each, step in zip(shape[-2:], patch, steps, strict=True))
+    return (one, other) if len(shape) == 3 else (other, one)
+
+
 def refuse_images(kind: type, why: str) -> NoReturn:
     raise ArchitectureError(
         f"Models of {kind.__name__} {why}, so they are no family of images that can be read from its code. Write an "
@@ -190,8 +223,7 @@ _KNOWN: dict[tuple[type, str], int] = {}
 @torch.inference_mode()
 def _others(kind: type, config: Any, stated: str) -> int:
     if (kind, stated) not in _KNOWN:
-        (patch, size), channels = sizes(config), getattr(config, "num_channels", 3)
-        rows, columns = size[0] // patch[0], size[1] // patch[1]
+        (rows, columns), (shape, *sides) = patches_of(config), cut(config)
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             try:
                 blank = blank_module(kind, config, 0).to_empty(device="cpu").float().eval()
@@ -200,14 +232,17 @@ def _others(kind: type, config: Any, stated: str) -> int:
                 for name, buffer in blank.named_buffers():
                     if name.endswith("position_ids"):
                         buffer.copy_(torch.arange(buffer.shape[-1]))
-                pixels = torch.randn(1, channels, *size, dtype=torch.float32)  # loading changes the default
+                pixels = torch.randn(1, *shape, dtype=torch.float32)  # loading changes the default
                 last = pixels.clone()
-                last[..., -patch[0] :, -patch[1] :] += 1.0
+                # What the last patch alone sees, where patches overlap.
+                each = zip(shape[-2:], *sides, strict=True)
+                top, left = ((size - patch) // step * step + patch - step for size, patch, step in each)
+                last[..., top:, left:] += 1.0
                 made = [blank(x) for x in (pixels, pixels + 1, last)]
             except ArchitectureError:
                 raise
             except Exception as error:  # of any kind: the code is not ours
-                refuse_images(kind, f"do not embed an image of {channels} x {size[0]} x {size[1]} ({error})")
+                refuse_images(kind, f"do not embed an image of {' x '.join(map(str, shape))} ({error})")
         whole, moved, end = (x if isinstance(x, Tensor) else x[0] for x in made)
         changed = [(whole - x).abs().amax(-1)[0].nonzero().flatten().tolist() for x in (moved, end)]
         count = whole.shape[1]
@@ -228,7 +263,7 @@ class ImageFamily(Family):
     native = "learned table of positions"
     native_per_layer = False
     native_fades = True
-    acting = ImageBody
+    acting: ClassVar[type[ImageBody]] = ImageBody
 
     @classmethod
     def fits(cls, code: Code) -> bool:
@@ -265,8 +300,7 @@ class ImageFamily(Family):
             refuse_changed(body, f"its table has {rows} rows, and its config states {wanted}")
 
     def geometry(self, body: Any, layer: int) -> Geometry:
-        patch, size = sizes(body.config)
-        tokens = others(body) + (size[0] // patch[0]) * (size[1] // patch[1])
+        tokens = others(body) + math.prod(patches_of(body.config))
         native = self.native_table(body, layer, tokens)
         return replace(super().geometry(body, layer), axes=2, max_positions=tokens, native=native)
 
@@ -281,9 +315,19 @@ class ImageFamily(Family):
         return embedding_rms(self.table(body))
 
     def example(self, body: Any) -> dict[str, Tensor]:
-        weight, size = next(body.parameters()), sizes(body.config)[1]
-        shape = (1, getattr(body.config, "num_channels", 3), *size)
-        return {"pixel_values": torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu").to(weight)}
+        weight, shape = next(body.parameters()), (1, *cut(body.config)[0])
+        drawn = torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu").to(weight)
+        return {self.acting.posenc_input: drawn}
+
+
+class SpectrogramFamily(ImageFamily):
+    """Models of sound whose spectrogram is cut into patches, of one length."""
+
+    acting = SpectrogramBody
+
+    @classmethod
+    def fits(cls, code: Code) -> bool:
+        return SpectrogramBody.posenc_input in arguments_of(code.body) and hasattr(code.config, "frequency_stride")
 
 
 @torch.no_grad()
@@ -326,7 +370,8 @@ def check_encoder(config: Any) -> None:
             "AutoModel.from_pretrained(MODEL, config=config.vision_config).save_pretrained(FOLDER), with its image "
             "processor."
         )
-    if not isinstance(of_config(config), ImageFamily):
+    family = of_config(config)
+    if not isinstance(family, ImageFamily) or isinstance(family, SpectrogramFamily):
         raise ArchitectureError(f"Models of type {config.model_type!r} read no images; expected an image encoder.")
 
 
@@ -350,9 +395,9 @@ def _table_for(body: Any, pixels: Tensor) -> Tensor:
             new.zero_()
     found = alone(pixels, **stretched(embeddings))
     tokens = (found if isinstance(found, Tensor) else found[0])[0]
-    (patch, size), (height, width) = sizes(body.config), pixels.shape[-2:]
+    patch, (height, width) = sizes(body.config)[0], pixels.shape[-2:]
     # Some tokens before the patches may have no row.
-    first = len(weight_of(holder, name).flatten(0, -2)) - (size[0] // patch[0]) * (size[1] // patch[1])
+    first = len(weight_of(holder, name).flatten(0, -2)) - math.prod(patches_of(body.config))
     return torch.cat((tokens[:first], tokens[-(height // patch[0]) * (width // patch[1]) :]))
 
 
@@ -371,18 +416,20 @@ def _numbers(module: Any, side: int) -> Tensor:
     return cast(Tensor, numbered((side, side))[0, 0].round().long())
 
 
-def _known_order(kind: Any, config: Any) -> bool:
+def _in_order(kind: Any, config: Any) -> bool:
     """Whether a module of biases has their numbers in the order that `NativeTable` states."""
-    (patch, size) = sizes(config)
-    side = size[0] // patch[0]
-    if size[1] // patch[1] != side:
-        return False
-    with torch.device("cpu"):
-        places, numbers = grid_coords(side, side, torch.device("cpu"))[0].long(), _numbers(kind(config), side)
-    offset = places[:, None] - places + side - 1
-    expected, count = (2 * side - 1) * offset[..., 0] + offset[..., 1], (2 * side - 1) ** 2
-    expected[0], expected[:, 0], expected[0, 0] = count, count + 1, count + 2
-    return torch.equal(numbers, expected)
+    side, other = patches_of(config)
+    if (kind, side, other) not in _ORDERED:
+        with torch.device("cpu"):
+            places, module = grid_coords(side, side, torch.device("cpu"))[0].long(), kind(config)
+        offset = places[:, None] - places + side - 1
+        expected, count = (2 * side - 1) * offset[..., 0] + offset[..., 1], (2 * side - 1) ** 2
+        expected[0], expected[:, 0], expected[0, 0] = count, count + 1, count + 2
+        _ORDERED[kind, side, other] = side == other and torch.equal(_numbers(module, side), expected)
+    return _ORDERED[kind, side, other]
+
+
+_ORDERED: dict[tuple[type, int, int], bool] = {}
 
 
 class OffsetImageFamily(ImageFamily):
@@ -429,7 +476,7 @@ class OffsetImageFamily(ImageFamily):
         if self._has_table(body) or len(biases) not in (1, layers):
             return None  # nothing, or the sum of two
         bias, shared = biases[layer % len(biases)], len(biases) == 1
-        known = _known_order(stock_class(type(bias)), body.config)
+        known = _in_order(stock_class(type(bias)), body.config)
         return NativeTable("offsets", weight_of(bias, OFFSETS).detach(), shared=shared) if known else None
 
     def embedding_rms(self, body: Any) -> float | None:
@@ -476,8 +523,7 @@ class TurnedImageFamily(ImageFamily):
                 refuse_changed(body, "it rotates otherwise than its config states")
 
     def geometry(self, body: Any, layer: int) -> Geometry:
-        patch, size = sizes(body.config)
-        tokens = others(body) + (size[0] // patch[0]) * (size[1] // patch[1])
+        tokens = others(body) + math.prod(patches_of(body.config))
         return replace(self.facts(body, layer).geometry, layer=layer, causal=False, axes=2, max_positions=tokens)
 
     def embedding_rms(self, body: Any) -> float | None:

@@ -5,6 +5,7 @@ The cases come from the registry, as in test_matrix.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from models import IMAGES, SAME, moved
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
+    ASTConfig,
+    ASTModel,
     AutoModel,
     AutoModelForImageClassification,
     BeitConfig,
@@ -26,8 +29,9 @@ from transformers import (
 )
 
 import hf_posenc
+from hf_posenc.errors import ArchitectureError
 from hf_posenc.operands import Block, Geometry, Positions
-from hf_posenc.patches.images import grid_coords
+from hf_posenc.patches.images import grid_coords, resized
 from hf_posenc.patches.patch import native_scheme
 from hf_posenc.scheme import Scheme
 
@@ -191,6 +195,34 @@ def test_biases_of_offsets_are_kept_and_fade(table: bool) -> None:
             assert torch.equal(gone(pixels).last_hidden_state, stock(pixels).last_hidden_state)
     assert not any(x.requires_grad for name, x in gone.named_parameters() if "bias_table" in name)
     assert hf_posenc.plan(stock, "t5_clipped").start == ("break" if table else "exact")  # no scheme has both
+
+
+# -- sound -------------------------------------------------------------------------------------------------------------
+
+
+def test_patches_of_a_spectrogram_lie_in_rows_of_frequencies(tmp_path: Path) -> None:
+    """They overlap, there are 5 frequencies and 9 times, and two tokens come before them."""
+    sizes = {"max_length": 30, "num_mel_bins": 16, "frequency_stride": 3, "time_stride": 3, **IMAGES}
+    torch.manual_seed(0)
+    stock = moved(ASTModel(ASTConfig(**sizes)).eval(), 0.5, only="position")
+    sound = torch.randn(2, 30, 16)
+    with torch.no_grad():
+        before = stock(sound).last_hidden_state
+        model = hf_posenc.patch(copy.deepcopy(stock), "learned")
+        assert torch.equal(model(sound).last_hidden_state, before)
+        model = hf_posenc.patch(model, "alibi")
+        found = model(sound).last_hidden_state
+        ways = [(5, 9), (9, 5)]
+        given = [model(sound, position_coords=grid_coords(*way, sound.device, 2)).last_hidden_state for way in ways]
+        assert torch.equal(given[0], found)
+        assert (given[1] - found).abs().max() > 1e-3
+        with pytest.raises(hf_posenc.ShapeError, match=r"\[31, 16\] frames and bins; expected \[30, 16\]"):
+            model(torch.randn(2, 31, 16))
+        model.save_pretrained(tmp_path)
+        assert torch.equal(AutoModel.from_pretrained(tmp_path)(sound).last_hidden_state, found)
+        assert torch.equal(hf_posenc.unpatch(model)(sound).last_hidden_state, before)
+    with pytest.raises(ArchitectureError, match="read no images"):
+        resized(stock, 32)
 
 
 # -- forms for images --------------------------------------------------------------------------------------------------
