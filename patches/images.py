@@ -166,6 +166,10 @@ def holder_of(body: Any) -> tuple[nn.Module, str]:
     table = embeddings._modules.get(name) if embeddings is not None else None
     holder, name = (embeddings, name) if table is None else (table, "weight")
     if holder is None or holder._parameters.get(name) is None:
+        rotary = next((kind for kind in built_by(type(body)) if kind.__name__.endswith("RotaryEmbedding")), None)
+        if rotary is not None:
+            given = ", ".join(arguments_of(rotary))
+            refuse_images(type(body), f"rotate by {rotary.__name__}, which is given ({given}) and not the image itself")
         refuse_images(type(body), f"have no table {' or '.join(TABLES)}")
     return holder, name
 
@@ -213,6 +217,8 @@ def refuse_images(kind: type, why: str) -> NoReturn:
 def others(body: Any) -> int:
     """Return the number of tokens before the patches, such as the class token."""
     stated = {key: value for key, value in vars(body.config).items() if not key.startswith(("posenc", "_name_or_path"))}
+    if embeddings_of(body) is None:
+        holder_of(body)  # which says so
     kind = type(embeddings_of(body))
     return _others(getattr(kind, "posenc_stock", kind), body.config, repr(stated))
 
@@ -238,15 +244,19 @@ def _others(kind: type, config: Any, stated: str) -> int:
                 each = zip(shape[-2:], *sides, strict=True)
                 top, left = ((size - patch) // step * step + patch - step for size, patch, step in each)
                 last[..., top:, left:] += 1.0
-                made = [blank(x) for x in (pixels, pixels + 1, last)]
+                made = [blank(x) for x in (pixels, pixels + 1, last, pixels)]
             except ArchitectureError:
                 raise
             except Exception as error:  # of any kind: the code is not ours
                 refuse_images(kind, f"do not embed an image of {' x '.join(map(str, shape))} ({error})")
-        whole, moved, end = (x if isinstance(x, Tensor) else x[0] for x in made)
+        whole, moved, end, again = (x if isinstance(x, Tensor) else x[0] for x in made)
+        if not torch.equal(whole, again):
+            refuse_images(kind, "embed the same image in other ways each time, since they choose patches by chance")
         changed = [(whole - x).abs().amax(-1)[0].nonzero().flatten().tolist() for x in (moved, end)]
         count = whole.shape[1]
         first = count - rows * columns
+        if changed[0] and changed[0][-1] < count - 1:
+            refuse_images(kind, f"have {count - 1 - changed[0][-1]} more tokens behind the patches of an image")
         if changed != [list(range(first, count)), [count - 1]]:
             refuse_images(kind, f"make other tokens of an image than {rows} x {columns} patches in rows, behind others")
         _KNOWN[kind, stated] = first
@@ -293,6 +303,7 @@ class ImageFamily(Family):
         return weight_of(*holder_of(body)).detach().flatten(0, -2)
 
     def check_native(self, body: Any) -> None:
+        holder_of(body)  # refuses a body without one
         kind = type(embeddings_of(body))
         blank = blank_module(getattr(kind, "posenc_stock", kind), body.config, 0)
         rows, wanted = (len(weight_of(*holder_of(each)).flatten(0, -2)) for each in (body, blank))

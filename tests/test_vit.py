@@ -17,6 +17,7 @@ from models import IMAGES, SAME, moved
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
+    CONFIG_MAPPING,
     ASTConfig,
     ASTModel,
     AutoModel,
@@ -223,6 +224,26 @@ def test_patches_of_a_spectrogram_lie_in_rows_of_frequencies(tmp_path: Path) -> 
         assert torch.equal(hf_posenc.unpatch(model)(sound).last_hidden_state, before)
     with pytest.raises(ArchitectureError, match="read no images"):
         resized(stock, 32)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("yolos", "have 3 more tokens behind the patches"),
+        ("vit_mae", "choose patches by chance"),
+        ("pixtral", r"PixtralVisionRotaryEmbedding, which is given \(x, position_ids\) and not the image itself"),
+        ("data2vec-vision", "computes attention by itself"),
+    ],
+)
+def test_images_that_cannot_be_read_are_refused(name: str, why: str) -> None:
+    changes = {"num_detection_tokens": 3, "image_size": [SIDE, SIDE]} if name == "yolos" else {}
+    model = AutoModel.from_config(CONFIG_MAPPING[name](**{**IMAGES, **changes}))
+    with pytest.raises(ArchitectureError, match=why):
+        hf_posenc.patch(model, "kerple")
+    assert not hasattr(model.config, "posenc")
 
 
 # -- forms for images --------------------------------------------------------------------------------------------------
