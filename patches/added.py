@@ -19,10 +19,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hf_posenc.errors import ArchitectureError, PositionError
 from hf_posenc.operands import Geometry, NativeTable
-from hf_posenc.patches.architecture import embedding_rms, refuse_changed, weight_of
+from hf_posenc.patches.architecture import embedding_rms, of_model, refuse_changed, weight_of
 from hf_posenc.patches.attention import CONTEXT, arguments_of
 from hf_posenc.patches.body import COORDS, PosencBody
 from hf_posenc.patches.context import RUNNING, Context, Inputs, Switch, refuse_samples
@@ -292,3 +293,38 @@ class AddedFamily(Family):
         shape = (1, first[0].in_channels, frames)
         drawn = torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu")
         return {_SOUND: drawn.to(first[0].weight)}
+
+
+def sound_encoder(model: Any) -> Any:
+    """Return the module of a model, patched or not, that takes `input_features` of one length and returns their states.
+
+    Raises:
+        ArchitectureError: The model reads no sound, or sound of any length.
+    """
+    family = of_model(model)
+    if isinstance(family, AddedFamily):
+        for body in family.stacks(model).values():
+            if _SOUND in arguments_of(family._kind(body)) and isinstance(table_of(body), nn.Embedding):
+                return body
+    raise ArchitectureError(
+        f"Models of type {model.config.model_type!r} do not read sound of one length, with a table of its positions; "
+        "expected one that does."
+    )
+
+
+def shortened(model: PreTrainedModel, positions: int) -> PreTrainedModel:
+    """Return a copy of a stock model that reads sound of fewer positions: its table is the first rows.
+
+    Raises:
+        ArchitectureError: The model does not read sound of one length.
+    """
+    rows = table_of(sound_encoder(model)).weight
+    config = copy.deepcopy(model.config)
+    config.max_source_positions = positions
+    with torch.random.fork_rng(devices=[]):
+        made: PreTrainedModel = type(model)(config).to(model.device, model.dtype).eval()
+    made.generation_config = copy.deepcopy(model.generation_config)
+    cut = {name for name, weight in model.named_parameters() if weight is rows}
+    weights = {name: weight[:positions] if name in cut else weight for name, weight in model.state_dict().items()}
+    made.load_state_dict(weights)
+    return made

@@ -335,6 +335,52 @@ def enlarge(
         say_how_to_load(out, (scheme and auto_name(type(made.config), kind)) or kind, *imports)
 
 
+@app.command()
+def shorten(
+    model: Model,
+    out: Out,
+    sounds: Annotated[Path, Option(metavar="DIR", help="A folder of .wav files, also in folders inside.")],
+    seconds: Annotated[int, Option(min=1, help="Seconds that the result pads sound to; longer ones are cut.")],
+    steps: Annotated[int, Option(min=1, help="Optimizer steps.")] = 300,
+    batch_size: Annotated[int, Option(min=1, help="Sounds per step.")] = 8,
+    learning_rate: Annotated[float | None, Option(help="Peak rate of the model; default: by its size.")] = None,
+    seed: Annotated[int, Option(min=0, help="Random seed.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Make an encoder of sound for shorter sounds, and train it to agree with the original, which pads them."""
+    from hf_posenc.patches.added import shortened, sound_encoder
+    from hf_posenc.recipes.loading import load_config, place, seeded
+    from hf_posenc.recipes.processes import processes
+    from hf_posenc.recipes.training import features
+    from hf_posenc.recipes.training import sounds as heard
+
+    quiet()
+    _check_stock(load_config(model), model)
+    original = load_model(model, "float32").to(processes().device).eval()
+    sound_encoder(original)
+    if not (original.can_generate() and original.config.is_encoder_decoder):
+        raise OptionError(f"{model} is a {type(original).__name__}; expected a model that writes what it hears.")
+    extractor = heard.load_extractor(place(model))
+    files = heard.sound_files(sounds, extractor.sampling_rate)
+    with whole_directory(out) as folder, seeded(seed):
+        shorter = heard.shorter(extractor, seconds)
+        samples = heard.Sounds(files, (extractor, shorter), original)
+        made = shortened(original, samples.positions)
+        # Its words stay as they are, and with them the head.
+        made.get_output_embeddings().requires_grad_(False)
+        shared: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "seed": seed}
+        shared["learning_rate"] = learning_rate
+        found = _distilled(
+            made, lambda tell: features.distil_features(made, original, samples, progress=tell, **shared), steps
+        )
+        made.save_pretrained(folder)
+        copy_companions(place(model), folder)
+        shorter.save_pretrained(folder)
+    _print_agreement(found, "seconds", as_json=as_json)
+    if not as_json:
+        say_how_to_load(out, type(made).__name__)
+
+
 @contextlib.contextmanager
 def _working(model: PreTrainedModel, what: str) -> Iterator[tuple[Console, Callable[[int, int], None]]]:
     """Compute in bfloat16 where that pays, and show a bar; yield its console, and a function of what is done of all."""

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,18 +56,18 @@ class Samples(ABC):
         """Return the number of tokens of a sample of a size."""
 
     @abstractmethod
-    def inputs(self, chosen: list[int], size: int) -> Tensor:
+    def inputs(self, chosen: list[int], size: int) -> Any:
         """Return some samples at a size, as `read` takes them."""
 
     @abstractmethod
-    def read(self, model: PreTrainedModel, inputs: Tensor) -> Features:
+    def read(self, model: PreTrainedModel, inputs: Any) -> Features:
         """Return the features that a converted model has of samples."""
 
     @abstractmethod
     def wanted(self, original: PreTrainedModel, chosen: list[int], size: int) -> Features:
         """Return the features to learn for samples at a size, from the original's at its own."""
 
-    def alone(self, original: PreTrainedModel, inputs: Tensor) -> Features:
+    def alone(self, original: PreTrainedModel, inputs: Any) -> Features:
         """Return the features that the original has of samples, at a size that need not be its own."""
         return self.read(original, inputs)
 
@@ -74,7 +75,7 @@ class Samples(ABC):
         """Return cosines of features, `[B]` each, by name."""
         return {"embedding": F.cosine_similarity(found[0].double(), wanted[0].double())}
 
-    def other_measures(self, read: Callable[[Tensor], Features], chosen: list[int], size: int) -> dict[str, float]:
+    def other_measures(self, read: Callable[[Any], Features], chosen: list[int], size: int) -> dict[str, float]:
         """Return further measures of a function that returns features, by name."""
         return {}
 
@@ -197,7 +198,7 @@ def distil_features(
 
 @torch.no_grad()
 def _measured(
-    samples: Samples, original: PreTrainedModel, judged: list[int], read: Callable[[Tensor], Features]
+    samples: Samples, original: PreTrainedModel, judged: list[int], read: Callable[[Any], Features]
 ) -> dict[int, dict[str, float]]:
     """Return the measures of a function that returns features, on the samples that judge, by size and name."""
     found, parts = {}, [judged[start : start + _AT_ONCE] for start in range(0, len(judged), _AT_ONCE)]
