@@ -251,8 +251,12 @@ class Family(Architecture):
         return field, "requires hf_posenc"
 
     def stacks(self, model: nn.Module) -> dict[str, nn.Module]:
-        bodies = outermost(model, tuple(self.layered))
-        return {"decoder" if self._is_causal(body) else "encoder": body for body in bodies}
+        bodies = list(outermost(model, tuple(self.layered)))
+        found = {"decoder" if self._is_causal(body) else "encoder": body for body in bodies}
+        if len(found) < len(bodies) and getattr(model.config, "is_encoder_decoder", False):
+            # As in transformers 5.16, where the decoder of one model sees later tokens.
+            refuse(self.attention, "is causal in all of its stacks or in none")
+        return found
 
     def _is_causal(self, body: nn.Module) -> bool:
         # The first one alone: this is asked for each layer.

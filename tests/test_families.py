@@ -28,6 +28,7 @@ from models import (
     SAME,
     WINDOW,
     moved,
+    stock,
 )
 from models import tiny as make
 from torch import Tensor
@@ -46,7 +47,7 @@ from hf_posenc import attention
 from hf_posenc.attention import blocks
 from hf_posenc.errors import ArchitectureError, PositionError
 from hf_posenc.ops import turn_pairs
-from hf_posenc.patches import probe
+from hf_posenc.patches import probe, surgery
 from hf_posenc.patches.architecture import architectures, config_pair, of_model
 from hf_posenc.patches.family import add_family
 
@@ -482,6 +483,17 @@ def test_windows_that_masks_and_attention_do_not_share_are_refused(monkeypatch: 
     monkeypatch.delattr(inspect.getmodule(type(model)), "create_sliding_window_causal_mask")
     with pytest.raises(ArchitectureError, match=f"of a window, {WINDOW}, that the masks do not have"):
         hf_posenc.patch(model, "rope")
+
+
+def test_two_stacks_of_one_direction_are_refused() -> None:
+    """One of them would be left as it is."""
+    model = stock("umt5")
+    for module in model.decoder.modules():
+        if hasattr(module, "is_causal"):
+            module.is_causal = False
+    with pytest.raises(ArchitectureError, match="is causal in all of its stacks or in none"):
+        hf_posenc.patch(model, "t5")
+    assert not surgery.is_patched(model)
 
 
 def test_types_that_are_no_family_are_refused() -> None:
