@@ -297,6 +297,7 @@ BAD = {
     "key of a recipe": ("plan {llama} fire training.steps=3", ["'training.steps=3'", "hf-posenc train"]),
     "option without value": ("plan {llama} fire -o width", ["scheme.width", "KEY=VALUE"]),
     "option without its section": ("train swap scheme=fire width=3 --dry-run", ["given as scheme.width=VALUE"]),
+    "no fate": ("plan {llama} fire --native some", ["native='some'", "expected 'remove'", "0.375"]),
     "missing directory": ("plan {empty}/nowhere fire", ["There is no directory", "nowhere"]),
     "no config": ("plan {empty} fire", ["no config.json"]),
     "no weights": ("convert {weightless} fire {empty}/out", ["weights", "cannot be read"]),
@@ -398,7 +399,6 @@ def test_bad_usage_exits_with_2(checkpoints: dict[str, Path]) -> None:
     for arguments in (
         ("plan",),
         ("dance",),
-        ("plan", checkpoints["llama"], "fire", "--native", "some"),
         ("train", "swap", "scheme=fire"),
         ("recipes", "dance"),
     ):

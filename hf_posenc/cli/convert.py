@@ -43,6 +43,14 @@ def _scheme_names(incomplete: str) -> list[str]:
     return [name for name in hf_posenc.schemes() if name.startswith(incomplete)]
 
 
+def _fate(text: str) -> str | float:
+    """Return a share as a number, and any other text as it is: `patch` says what it expects."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 SchemeName = Annotated[
     str, Argument(metavar="SCHEME", help="A scheme; `hf-posenc schemes` lists them.", autocompletion=_scheme_names)
 ]
@@ -50,13 +58,16 @@ Converted = Annotated[Path, Argument(metavar="DIR", help="A converted checkpoint
 NativeOption = Annotated[
     Any,
     Option(
-        parser=lambda text: text if text in ("remove", "keep", "fast") else float(text),
+        parser=_fate,
         metavar="FATE",
         help="Fate of the model's own encoding: remove, keep, or a share of its rotary pairs (0.375 or fast).",
     ),
 ]
 LayerChoice = Annotated[str | None, Option("--layers", help='"0,2,5", "0:8" or "every:4". Default: all layers.')]
 StackChoice = Annotated[str | None, Option("--stacks", help='"encoder" or "decoder". Default: both.')]
+Steps = Annotated[int, Option(min=1, help="Optimizer steps.")]
+Rate = Annotated[float | None, Option(help="Peak rate of the model; default: by its size and its weights.")]
+Seed = Annotated[int, Option(min=0, help="Random seed.")]
 Keys = Annotated[
     list[str] | None, Argument(metavar="scheme.NAME=VALUE", help="Options of the scheme, also given as -o NAME=VALUE.")
 ]
@@ -232,9 +243,9 @@ def embed(
     option: Options = None,
     text: Annotated[str | None, Option(metavar="FILE", help='A text file, jsonl or parquet; or "builtin".')] = None,
     length: Annotated[int, Option(min=34, help="Tokens that the result reads, special ones included.")] = 2048,
-    steps: Annotated[int, Option(min=1, help="Optimizer steps.")] = 300,
+    steps: Steps = 300,
     batch_size: Annotated[int, Option(min=1, help="Texts per step.")] = 8,
-    seed: Annotated[int, Option(min=0, help="Random seed.")] = 0,
+    seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
     """Give sentence embeddings another scheme and a longer text, and train them to agree with the original's."""
@@ -287,10 +298,10 @@ def enlarge(
     ] = None,
     native: NativeOption = "remove",
     option: Options = None,
-    steps: Annotated[int, Option(min=1, help="Optimizer steps.")] = 300,
+    steps: Steps = 300,
     batch_size: Annotated[int, Option(min=1, help="Pictures per step.")] = 8,
-    learning_rate: Annotated[float | None, Option(help="Peak rate of the model; default: by its size.")] = None,
-    seed: Annotated[int, Option(min=0, help="Random seed.")] = 0,
+    learning_rate: Rate = None,
+    seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
     """Make an image encoder for larger images, and train it to agree with the original on the same pictures."""
@@ -341,10 +352,10 @@ def shorten(
     out: Out,
     sounds: Annotated[Path, Option(metavar="DIR", help="A folder of .wav files, also in folders inside.")],
     seconds: Annotated[int, Option(min=1, help="Seconds that the result pads sound to; longer ones are cut.")],
-    steps: Annotated[int, Option(min=1, help="Optimizer steps.")] = 300,
+    steps: Steps = 300,
     batch_size: Annotated[int, Option(min=1, help="Sounds per step.")] = 8,
-    learning_rate: Annotated[float | None, Option(help="Peak rate of the model; default: by its size.")] = None,
-    seed: Annotated[int, Option(min=0, help="Random seed.")] = 0,
+    learning_rate: Rate = None,
+    seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
     """Make an encoder of sound for shorter sounds, and train it to agree with the original, which pads them."""
