@@ -35,6 +35,8 @@ from hf_posenc.patches.surgery import stock_class
 # The name that bodies give to the table, and the argument of those that embed sound.
 TABLE = "embed_positions"
 _SOUND = "input_features"
+# The key of a config with the positions of sound that a body reads.
+_LENGTH = "max_source_positions"
 # The arguments of a forward, or of that of the model around two bodies, with positions.
 _POSITIONS = ("position_ids", "decoder_position_ids")
 
@@ -204,7 +206,7 @@ def rows_of(table: Any) -> Tensor:
 
 
 def _reads_rows(body: type) -> bool:
-    """Whether the forward of a body reads the rows of its table without a call of it."""
+    """Whether the forward of a body reads the weight of its table, and does not call the table."""
     steps = dis.get_instructions(inspect.unwrap(body.forward).__code__)  # type: ignore[attr-defined]
     names = [str(step.argval) for step in steps]
     return (TABLE, "weight") in pairwise(names)
@@ -304,7 +306,8 @@ def sound_encoder(model: Any) -> Any:
     family = of_model(model)
     if isinstance(family, AddedFamily):
         for body in family.stacks(model).values():
-            if _SOUND in arguments_of(family._kind(body)) and isinstance(table_of(body), nn.Embedding):
+            is_heard, table = _SOUND in arguments_of(family._kind(body)), table_of(body)
+            if is_heard and isinstance(table, nn.Embedding) and getattr(body.config, _LENGTH, 0) == len(table.weight):
                 return body
     raise ArchitectureError(
         f"Models of type {model.config.model_type!r} do not read sound of one length, with a table of its positions; "
@@ -320,7 +323,7 @@ def shortened(model: PreTrainedModel, positions: int) -> PreTrainedModel:
     """
     rows = table_of(sound_encoder(model)).weight
     config = copy.deepcopy(model.config)
-    config.max_source_positions = positions
+    setattr(config, _LENGTH, positions)
     with torch.random.fork_rng(devices=[]):
         made: PreTrainedModel = type(model)(config).to(model.device, model.dtype).eval()
     made.generation_config = copy.deepcopy(model.generation_config)

@@ -159,11 +159,11 @@ class PosencBody(Switch):
                 f"{stock_class(type(self)).__name__} gives its layers no keywords, so gradient checkpointing could not "
                 "run them again with their positions. Call model.gradient_checkpointing_disable()."
             )
-        RUNNING.context = call.get(CONTEXT)
+        outer, RUNNING.context = RUNNING.context, call.get(CONTEXT)
         try:
             return forward(**call)
         finally:
-            RUNNING.context = None
+            RUNNING.context = outer
 
     def hooks(self) -> bool:
         """Whether schemes reach the embeddings by a hook only."""
@@ -282,7 +282,7 @@ def _embed(scheme: Scheme, inputs: Tensor, context: Context) -> Tensor:
 
 
 def _uses_keywords(code: CodeType) -> bool:
-    """Whether the code of a function reads the keywords that its signature does not name."""
+    """Whether a function reads its `**` argument."""
     if not code.co_flags & inspect.CO_VARKEYWORDS:
         return False
     names = code.co_varnames[code.co_argcount + code.co_kwonlyargcount :]
