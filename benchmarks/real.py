@@ -54,8 +54,8 @@ class Checkpoint:
     Attributes:
         packages: Their names, in the order of the parts.
         file: Name of the file in each package, or the end of it: a config.json has a checkpoint around it, parts of a
-            GGUF file are joined, an ONNX file has the weights of DINOv2-small, and a file of CTranslate2 those of
-            Whisper tiny.en.
+            GGUF file are joined, an ONNX file has the weights of DINOv2-small, and a CTranslate2 file the weights
+            of Whisper tiny.en.
     """
 
     packages: tuple[str, ...]

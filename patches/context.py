@@ -28,11 +28,11 @@ class _Disabled(threading.local):
 
 
 class _Running(threading.local):
-    """What modules find of the body that runs in a thread, where its forward hands nothing on to them.
+    """State of the body that runs in this thread, for its parts to which the stock forward passes no keywords.
 
     Attributes:
-        context: For layers that get no keywords.
-        embed: Lets schemes add to embeddings, for a table whose rows are read.
+        context: Context of the call, for layers.
+        embed: Function that lets schemes act on embeddings, for a table that is read and not called.
     """
 
     def __init__(self) -> None:

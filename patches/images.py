@@ -428,7 +428,7 @@ def _numbers(module: Any, side: int) -> Tensor:
 
 
 def _in_order(kind: Any, config: Any) -> bool:
-    """Whether a module of biases has their numbers in the order that `NativeTable` states."""
+    """Whether the table of a module of biases has the order that `NativeTable` states."""
     side, other = patches_of(config)
     if (kind, side, other) not in _ORDERED:
         with torch.device("cpu"):

@@ -255,7 +255,7 @@ _KNOWN |= {"deterministic", "output_attentions"}
 
 
 def calls_functions(kind: type) -> bool:
-    """Whether the code of a class knows the attention functions of transformers."""
+    """Whether the file of a class imports the attention functions of transformers."""
     return hasattr(inspect.getmodule(kind), "ALL_ATTENTION_FUNCTIONS")
 
 

@@ -134,6 +134,7 @@ def test_the_command_writes_a_checkpoint_for_shorter_sounds(
     with torch.no_grad():
         found = samples.read(model.eval(), samples.inputs(chosen, SHORT))
         after = samples.cosines(found, samples.wanted(original, chosen, SHORT))["states"].mean()
+    # In bfloat16, the command's own measure rounds to 8 bits.
     assert float(after) == pytest.approx(row["states, after"], abs=3e-3 if bfloat16 else 1e-5)
     assert torch.equal(model.get_output_embeddings().weight, original.get_output_embeddings().weight)
 

@@ -23,8 +23,8 @@ class T5Clipped(LearnedTable, GridBias):
     Args:
         max_distance: Distance K from which all keys share a bias; `None` is the shortest that represents the model's
             own T5 table exactly, else 128; in images, the longest offset within the trained size.
-        init: Start: `"native"` spreads the model's own T5 table, or that of offsets, over the distances, `"normal"`
-            draws N(0, 0.02), `"zero"` is a no-op; `"auto"` is `"native"` if the model has such a table, else `"zero"`.
+        init: Start: `"native"` spreads the model's own table, of T5 or of offsets, over the distances, `"normal"` draws
+            N(0, 0.02), `"zero"` is a no-op; `"auto"` is `"native"` if the model has such a table, else `"zero"`.
     """
 
     reproduces = ("t5", "offsets")
@@ -103,7 +103,7 @@ def _buckets(native: NativeTable, far: int, *, causal: bool) -> Tensor:
 
 
 def _reach(native: NativeTable, *, causal: bool) -> int:
-    """Return the distance from which a T5 table is constant on every side; the longest offset of one of images."""
+    """Return the distance from which a T5 table is constant on every side, or the longest offset of a table."""
     if native.kind == "offsets":
         return math.isqrt(len(native.weight) - 3) // 2
     assert native.max_distance is not None

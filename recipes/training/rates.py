@@ -22,7 +22,7 @@ Name = StageName | Literal["fit", "refining"]
 _SIZE = 470_000
 # Magnitude of the weights of the models in the grid: it grows with their number by this power.
 _MAGNITUDE, _GROWTH = 0.1, 0.113
-# Distance of their attention from the original's, see `transfer`, before they learned.
+# Distance of SmolLM2's attention from the original's before its transfer, at the rates below.
 _DISTANCE = 0.18
 # Parameters of a model that learns noise from steps of fewer tokens than these. At `_SIZE` such steps do no harm.
 _NOISY, _TOKENS = 135_000_000, 2048
