@@ -32,7 +32,7 @@ class T5Bias(LearnedTable):
         gate: bool = False,
         shared: bool | None = None,
     ) -> None:
-        native = geometry.native_table("t5")
+        native = self.own_table(geometry)
         super().__init__(geometry, gate=gate, shared=shared)
         if num_buckets is None:
             num_buckets = 32 if native is None else native.weight.shape[0]

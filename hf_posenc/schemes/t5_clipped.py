@@ -38,7 +38,7 @@ class T5Clipped(LearnedTable, GridBias):
         gate: bool = False,
         shared: bool | None = None,
     ) -> None:
-        native = geometry.native_table("offsets" if geometry.axes == 2 else "t5")
+        native = self.own_table(geometry)
         super().__init__(geometry, gate=gate, shared=shared)
         needed = None if native is None else _reach(native, causal=geometry.causal)
         if max_distance is None and self.axes and geometry.max_positions is not None:

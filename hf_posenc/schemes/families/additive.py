@@ -150,8 +150,14 @@ class LearnedTable(DistanceBias):
     max_distance: int
 
     def __init__(self, geometry: Geometry, *, gate: bool, shared: bool | None) -> None:
-        native = geometry.native_table("offsets" if geometry.axes == 2 else "t5")
+        native = self.own_table(geometry)
         super().__init__(geometry, gate=gate, shared=(native is None or native.shared) if shared is None else shared)
+
+    @classmethod
+    def own_table(cls, geometry: Geometry) -> NativeTable | None:
+        """Return the model's own table if the scheme can reproduce it."""
+        found = (geometry.native_table(kind) for kind in cls.reproduces)
+        return next((table for table in found if table is not None), None)
 
     def one_sided(self, distance: Tensor) -> Tensor:
         # A model with such a table of its own has keys ahead of the query at distance 0.
