@@ -85,6 +85,8 @@ def test_no_edit_of_the_record_loads_as_another_function(name: str, tmp_path: Pa
 
 def near(key: Any, value: Any) -> list[Any]:
     """Return a value of the same type."""
+    if key == "use_cache":
+        return []  # keys of a cache lie otherwise in memory, which moves last bits on some processors
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, (int, float)):
