@@ -75,9 +75,13 @@ def test_only_the_scheme_changes_and_attention_gets_no_further_away(architecture
         torch.testing.assert_close(model(**inputs).logits, stock(architecture).eval()(**inputs).logits)
 
 
-@pytest.mark.parametrize("name", once(["disentangled", "transformer_xl", "cape"]))
-def test_attention_gets_nearer(name: str) -> None:
-    found = transfer(hf_posenc.patch(checkpoint("llama"), name), tokens("llama", 32, 33), steps=60)
+@pytest.mark.parametrize(
+    ("name", "projections"),
+    once([("disentangled", False), ("transformer_xl", False), ("cape", False), ("inkling", True)]),
+)
+def test_attention_gets_nearer(name: str, projections: bool) -> None:
+    model = hf_posenc.patch(checkpoint("llama"), name)
+    found = transfer(model, tokens("llama", 32, 33), steps=60, projections=projections)
     assert sum(found.after) < 0.6 * sum(found.before)
     assert len(found.after) == len(found.before) == checkpoint("llama").config.num_hidden_layers
 
