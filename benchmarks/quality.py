@@ -16,6 +16,7 @@ it is.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -31,6 +32,7 @@ from common import RESULTS, in_a_process, machine, table
 from real import unpacked
 
 import hf_posenc
+from hf_posenc.errors import PositionError
 from hf_posenc.recipes import intervals, read_recipe
 from hf_posenc.recipes.data.sources import read_text
 from hf_posenc.recipes.data.windows import start_token, token_ids
@@ -85,8 +87,11 @@ def rows(given: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
     for form in given.forms:
         native = form_of(form)[0].partition("=")[2]
         for name in names:
-            # A rotation tells neighbours apart itself.
-            blind = form == "pure" and name in known and known[name].family != "rotary"
+            # A rotation tells neighbours apart itself, and needs no other.
+            rotates = name in known and known[name].family == "rotary"
+            if rotates and form != "pure":
+                continue
+            blind = form == "pure" and not rotates
             wanted = [f"{name}+{NEAR}", name] if blind else [name]
             taken = next((each for each in wanted if allows(config, each, native)), None)
             if taken is not None:
@@ -167,8 +172,10 @@ def measured(path: Path, given: argparse.Namespace) -> dict[str, Any]:
     start = start_token(tokenizer)
 
     def curve(contexts: list[int], windows: int) -> dict[str, list[float]]:
-        samples = context_curve(model, ids, contexts, windows=windows, batch_size=1, start=start).samples
-        return dict(zip(map(str, contexts), rounded(samples), strict=True))
+        with contextlib.suppress(PositionError):  # of a model that has no positions that far
+            samples = context_curve(model, ids, contexts, windows=windows, batch_size=1, start=start).samples
+            return dict(zip(map(str, contexts), rounded(samples), strict=True))
+        return {}
 
     # As in training, where the original is measured, too.
     with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16_pays(model.config.hidden_size)):
@@ -181,7 +188,8 @@ def measured(path: Path, given: argparse.Namespace) -> dict[str, Any]:
         for length, count in ((length, count) for length, count in SEQUENCES.items() if length <= given.longest):
             for name, measure in recalls_for(model.config, symbols, length, samples=count, start=start).items():
                 (share,) = measure(model, Workers(batch_size=4, alone=True))
-                (found[name][str(length)],) = rounded(share.samples)
+                if share.samples.isfinite().all():
+                    (found[name][str(length)],) = rounded(share.samples)
     return found
 
 
