@@ -220,17 +220,16 @@ def neutral_options_start_as_stated(case: Case) -> None:
 
 def attention_is_finite(case: Case) -> None:
     """Parameters far from their start, as an adaptation may leave them, give finite outputs and gradients."""
-    for options in (case.options, None if case.options else get(case.name).cls.neutral_options):
-        if options is None:
-            continue
+    neutral = None if case.options else get(case.name).cls.neutral_options
+    for options in (case.options, dict(neutral or {})):
         for distance in (-1.5, 1.5):
-            scheme = Case(case.name, case.causal, dict(options)).build(max_positions=1024)
+            scheme = Case(case.name, case.causal, options).build(max_positions=1024)
             with torch.no_grad():
                 for parameter in scheme.parameters():
                     parameter.add_(distance)
             (*operands, hidden), places = draw(scheme, 300, batch=1, dtype=torch.float32), positions(scheme, 300)
             output = run(scheme, [*operands, scheme.embed(hidden, places)], places)
-            leaves = [leaf for leaf in scheme.parameters() if output.requires_grad]
+            leaves = list(scheme.parameters()) if output.requires_grad else []
             gradients = torch.autograd.grad(output.sin().sum(), leaves, allow_unused=True) if leaves else ()
             for found in (output, *gradients):
                 assert found is None or bool(found.isfinite().all()), f"{options}, parameters moved by {distance}"

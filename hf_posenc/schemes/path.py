@@ -36,8 +36,8 @@ class PaTH(Scheme):
     Args:
         rank: Rank of the projection.
         kernel: Tokens under the convolution: the token itself and those before it.
-        gate: Multiply every beta by a learned factor per kv head that starts at 0; what is below 0 or
-            above 2 is mirrored there.
+        gate: Multiply every beta by a learned factor per kv head that starts at 0. A product below 0
+            or above 2 is mirrored there.
     """
 
     neutral_options = {"gate": True}
@@ -70,7 +70,7 @@ class PaTH(Scheme):
             directions = F.normalize(in_heads, dim=-1)
             strengths = self.gated(2 * self.bt_proj(hidden).sigmoid())
             if self.gate:
-                # Beyond 0 and 2 a query would grow with every token that it passes: a gate is thrown back there.
+                # Below 0 or above 2, each token would lengthen the queries that pass it.
                 strengths = strengths.remainder(4)
                 strengths = strengths.where(strengths <= 2, 4 - strengths)
         if tokens.real is not None:
