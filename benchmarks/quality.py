@@ -87,9 +87,9 @@ def rows(given: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
     for form in given.forms:
         native = form_of(form)[0].partition("=")[2]
         for name in names:
-            # A rotation tells neighbours apart itself, and needs no other.
+            # A rotation tells neighbours apart itself, and needs no pairs of another one.
             rotates = name in known and known[name].family == "rotary"
-            if rotates and form != "pure":
+            if rotates and native != "remove":
                 continue
             blind = form == "pure" and not rotates
             wanted = [f"{name}+{NEAR}", name] if blind else [name]
